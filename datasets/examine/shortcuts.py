@@ -225,7 +225,7 @@ def find_shortcuts(
     images = [training[index] for index in np.sort(chosen).tolist()]
     if not images or images[0].split.samples.labels.ndim > 1 or not _large_classes(images):
         return []
-    images = _with_thumbnails(images, seconds)
+    images = with_thumbnails(images, seconds)
 
     # With this quantile, the chance of any false claim is at most 5 %.
     comparisons = len(GROUPS) * len(_large_classes(images))
@@ -241,12 +241,12 @@ def find_shortcuts(
                 search = _Search(group._replace(caveat=SHOWN), images, z)
         if search.told:
             if validation is None:
-                validation = _with_thumbnails(open_validation(), seconds)
+                validation = with_thumbnails(open_validation(), seconds)
             shortcuts.append(search.shortcut(validation))
     return shortcuts
 
 
-def _with_thumbnails(images: Sequence[Image], seconds: float) -> list[Image]:
+def with_thumbnails(images: Sequence[Image], seconds: float) -> list[Image]:
     """Make thumbnails of images that have none, of as many as so many seconds allow."""
     result = list(images)
     for index in until(time.monotonic() + seconds, range(len(images))):

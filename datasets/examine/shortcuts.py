@@ -37,6 +37,10 @@ FEWEST = 10
 """Images of a class that are needed to say whether it is told; smaller classes are others"""
 LEAF = 5
 """Fewest images from which the classifier learns a rule"""
+MOST_WORDS = 100
+"""Values of a property, such as sizes or cameras, that the classifier can tell one by one"""
+MOST_CLASSES = 100
+"""Classes that are examined, the largest; the time grows with their number"""
 MOST = 10_000
 """Images from which the classifiers learn. More would take longer, and hardly narrow an interval."""
 # How many percentage points more of a class than of the others must be taken for it, at the interval's lower end
@@ -125,7 +129,7 @@ class Group(NamedTuple):
     """Reads the properties of one image"""
     advice: str
     caveat: str = ""
-    """Why an accuracy may be true all the same. With it, only a large difference is reported, which is no defect."""
+    """Why an accuracy may be true all the same. With it, only a large difference is reported, and it is no defect."""
     explanation: Callable[[Image], Facts] | None = None
     """Reads properties of the picture that may be the cause. The caveat is SHOWN if they tell classes too, or if too
     few thumbnails say whether they do."""
@@ -185,14 +189,16 @@ class _Labelled:
         self.classes = classes
         numbers = {name: number for number, name in enumerate(classes)}
         self.labels = np.array([numbers.get(image.label, len(classes)) for image in images], int)
-        groups = [image.split.samples.groups[image.index_in_split] for image in images if image.split.samples.groups]
-        self.groups = np.array(groups)
+        groups = list[str]()
+        for image in images:
+            names = image.split.samples.groups
+            groups.append(names[image.index_in_split] if names else str(image.index_in_split))
+        self.groups = np.unique(groups, return_inverse=True)[1]
 
     def percent(self, chosen: np.ndarray, among: np.ndarray) -> tuple[float, float]:
         """Return how many percent of the images `among` are `chosen`, and the effective number of these images."""
         values = chosen[among]
-        groups = self.groups[among] if len(self.groups) else ()
-        return 100 * float(values.mean()), effective_images(values, groups)
+        return 100 * float(values.mean()), effective_images(values, self.groups[among])
 
     def gain(self, number: int, guesses: np.ndarray, z: float = Z) -> Interval:
         """Return how many percentage points more images of a class than others are taken for it.
@@ -268,8 +274,8 @@ def _usable(images: Sequence[Image], group: Group) -> list[Image]:
 
 def _large_classes(images: Sequence[Image]) -> list[str]:
     """Return the classes with enough images to say whether they are told, if there are as many others."""
-    counts = Counter(image.label for image in images)
-    return sorted(name for name, count in counts.items() if FEWEST <= count <= len(images) - FEWEST)
+    counts = Counter(image.label for image in images).most_common(MOST_CLASSES)
+    return [name for name, count in counts if FEWEST <= count <= len(images) - FEWEST]
 
 
 class _Search:
@@ -293,28 +299,24 @@ class _Search:
     def _learn(self) -> bool:
         """Predict each image by a tree of other images. Returns False if all are alike, or groups are too few."""
         from sklearn.feature_extraction import DictVectorizer
-        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold, cross_val_predict
+        from sklearn.model_selection import GroupKFold, cross_val_predict
         from sklearn.tree import DecisionTreeClassifier
 
-        # Each word, such as the name of a camera, is a column, unless it is of so few images that no rule can use it.
+        # Each word, such as the name of a camera, becomes a column, if enough images have it.
         self.columns = DictVectorizer()
         table = self.columns.fit_transform(map(self.group.properties, self.images.images))
-        frequent = np.flatnonzero(np.bincount(table.indices) >= LEAF)
+        labels = self.images.labels
+        groups = self.images.groups
+        frequent = np.flatnonzero(np.bincount(table.indices) >= max(LEAF, len(labels) / MOST_WORDS))
         self.columns.restrict(frequent, indices=True)
         self.table = table[:, frequent].toarray()
-        labels = self.images.labels
-        folds = StratifiedKFold
-        groups = None
-        if len(self.images.groups):
-            folds = StratifiedGroupKFold
-            groups = self.images.groups
-        if (self.table == self.table[0]).all() or (groups is not None and len(np.unique(groups)) < FOLDS):
+        if (self.table == self.table[0]).all() or groups.max() < FOLDS:
             return False
 
         tree = DecisionTreeClassifier(min_samples_leaf=LEAF, random_state=0)
-        split = folds(FOLDS, shuffle=True, random_state=0)
+        folds = GroupKFold(FOLDS)
         with warnings.catch_warnings(action="ignore"):  # of classes that are not in every fold
-            predicted = cross_val_predict(tree, self.table, labels, groups=groups, cv=split, method="predict_proba")
+            predicted = cross_val_predict(tree, self.table, labels, groups=groups, cv=folds, method="predict_proba")
         self.probabilities = np.asarray(predicted)
         self.tree = tree.fit(self.table, labels)
         self.frequencies = np.bincount(labels) / len(labels)

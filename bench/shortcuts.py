@@ -39,6 +39,8 @@ SIDE = 256
 STRENGTHS = (1.0, 0.8)
 CLASSES = (2, 5, 10)
 """Numbers of classes that are drawn at random"""
+IMAGES = 400
+"""Images of a set whose labels are drawn at random"""
 FULL = DataConfig(CHECK="full")
 
 Write = Callable[[Image.Image, Path, bool, int], None]
@@ -139,21 +141,24 @@ def split_of(root: Path, paths: Sequence[Path], classes: Sequence[str]) -> FileS
     return FileSamples(root, names, np.array([classes.index(path.parent.name) for path in paths]), list(classes))
 
 
-def made(paths: Sequence[Path], write: Write, strength: float, folder: Path) -> list[Shortcut]:
+def small(path: Path) -> Image.Image:
+    with Image.open(path) as opened:
+        opened.draft("RGB", (SIDE, SIDE))
+        image = opened.convert("RGB")
+    image.thumbnail((SIDE, SIDE))
+    return image
+
+
+def made(images: Sequence[Image.Image], write: Write, strength: float, folder: Path) -> list[Shortcut]:
     rng = np.random.default_rng(0)
-    parts = {"train": paths[:TRAINING], "val": paths[TRAINING : TRAINING + VALIDATION]}
     splits = []
-    for part, of_part in parts.items():
-        for number, path in enumerate(of_part):
+    for part, of_part in (("train", images[:TRAINING]), ("val", images[TRAINING:])):
+        for number, image in enumerate(of_part):
             name = str(rng.choice(["other", "told"]))
             has = (name == "told") == (rng.random() < strength)
             place = folder / part / name
             place.mkdir(parents=True, exist_ok=True)
-            with Image.open(path) as opened:
-                opened.draft("RGB", (SIDE, SIDE))
-                image = opened.convert("RGB")
-            image.thumbnail((SIDE, SIDE))
-            write(image, place / f"{number}", has, int(rng.integers(75, 96)))
+            write(image.copy(), place / f"{number}", has, int(rng.integers(75, 96)))
         splits.append(split_of(folder / part, photographs_of(folder / part), ["other", "told"]))
     return found_in(*splits)
 
@@ -206,7 +211,7 @@ def at_start(train: FileSamples, validation: FileSamples) -> dict[str, Any]:
 def false_alarms(name: str, samples: FileSamples, tries: int) -> dict[str, Any]:
     """What is said of labels drawn at random, of which no property can tell."""
     rng = np.random.default_rng(0)
-    images = with_thumbnails(looked_at(samples), float("inf"))
+    images = with_thumbnails(looked_at(samples)[:IMAGES], float("inf"))
     samples.classes = [f"class {number}" for number in range(max(CLASSES))]
     for image in images:
         vars(image.split).pop("class_names", None)
@@ -228,7 +233,7 @@ def main() -> None:
     parser.add_argument("-photographs", type=Path, required=True)
     parser.add_argument("-real", nargs="*", default=[], metavar="NAME=FOLDER")
     parser.add_argument("-without", nargs="*", default=[], metavar="NAME")
-    parser.add_argument("-tries", type=int, default=200)
+    parser.add_argument("-tries", type=int, default=100)
     parser.add_argument("-only", nargs="*", default=["made", "real", "random"])
     parser.add_argument("-out", type=Path, required=True)
     asked = parser.parse_args()
@@ -243,12 +248,13 @@ def main() -> None:
     shuffled = [paths[index] for index in np.random.default_rng(0).permutation(len(paths)).tolist()]
     if "made" in asked.only:
         rows = results.get("made", {}).get("sets", {})  # those of an interrupted bench stay
-        for kind, strength in itertools.product(MADE, STRENGTHS):
+        images = [small(path) for path in shuffled[: TRAINING + VALIDATION]]
+        for strength, kind in itertools.product(STRENGTHS, MADE):
             title = f"{kind}; {strength:.0%}"
             if title in rows:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                rows[title] = summary(made(shuffled, MADE[kind], strength, Path(folder)))
+                rows[title] = summary(made(images, MADE[kind], strength, Path(folder)))
             print(title, [row["by"] for row in rows[title]], flush=True)
             keep("made", {"training": TRAINING, "validation": VALIDATION, "sets": rows})
 
@@ -257,6 +263,9 @@ def main() -> None:
         looks = {name: one["own_look"] for name, one in results.get("real", {}).items() if "own_look" in one}
         rows = {}
         for name, folder in folders.items():
+            if name in results.get("real", {}):
+                rows[name] = results["real"][name]
+                continue
             train, validation = real_splits(folder)
             quick = at_start(train, validation)
             classes = Counter(train.labels.tolist())
@@ -269,7 +278,11 @@ def main() -> None:
         sets = {"photographs": split_of(asked.photographs, shuffled, sorted({path.parent.name for path in paths}))}
         for name in asked.without:
             sets[name] = real_splits(folders[name])[0]
-        rows = {name: false_alarms(name, samples, asked.tries) for name, samples in sets.items()}
+        rows = results.get("random", {}).get("sets", {})
+        for name, samples in sets.items():
+            if name not in rows:
+                rows[name] = false_alarms(name, samples, asked.tries)
+                keep("random", {"sets": rows})
         tries = sum(row["tries"] for row in rows.values())
         percent = 100 * sum(row["false_alarms"] for row in rows.values()) / tries
         low, high = wilson(percent, tries)

@@ -6,18 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from datasets.base import Samples
 from datasets.decoding import Header
 from datasets.examine.names import companions_of, series_of
+from datasets.examine.trust import Doubt
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from utils.config.data import DataConfig
-
-if TYPE_CHECKING:
-    from datasets.examine.shortcuts import Shortcut
+from utils.statistics.proportions import Interval
 
 FEW = 5
 """Training images below which a class is called tiny"""
@@ -171,6 +170,28 @@ class Copies:
     """Copies whose label differs from that of their original"""
     training: int = 0
     """Images of the second split that were compared; fewer than all if the time was too short"""
+
+
+@dataclass
+class Shortcut(Doubt):
+    """Properties that tell classes apart without the picture."""
+
+    properties: str = ""
+    """Name of their group"""
+    of_file: bool = True
+    """Whether they are of the file alone; else they may be what the images show, or do no harm"""
+    nearly_all: bool = False
+    """Whether they are of the file alone, and tell nearly all images of a class from nearly all others"""
+    classes: dict[str, float] = field(default_factory=dict)
+    """Class that they tell -> percent of its images that are recognised; the clearest class first"""
+    top1: float = 0.0
+    """Percent of training images whose class a small classifier tells by these properties, in folds"""
+    in_validation: bool = False
+    """Whether they tell the clearest class in the validation split, too"""
+    validation_top1: float | None = None
+    """Percent of validation images whose class the classifier tells; None if none were looked at"""
+    validation_interval: Interval | None = None
+    """The 95 % interval of that"""
 
 
 @dataclass

@@ -15,7 +15,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import PurePath
 from typing import NamedTuple
@@ -25,8 +24,7 @@ import PIL.Image
 
 from datasets.decoding import Facts
 from datasets.examine.copies import until
-from datasets.examine.findings import Image
-from datasets.examine.trust import Doubt
+from datasets.examine.findings import Image, Shortcut
 from utils.statistics.differences import CONFIDENCE
 from utils.statistics.groups import effective_images
 from utils.statistics.proportions import Interval, Z, newcombe, wilson
@@ -157,28 +155,6 @@ GROUPS = (
     Group("edges and corners", _frame, FRAME, SHOWN, of_pixels=True),
     Group("lightness and mean colour", _colour, TEST, SHOWN, of_pixels=True),
 )
-
-
-@dataclass
-class Shortcut(Doubt):
-    """Properties that tell classes apart without the picture."""
-
-    properties: str = ""
-    """Name of their group"""
-    of_file: bool = True
-    """Whether they are of the file alone; else they may be what the images show, or do no harm"""
-    nearly_all: bool = False
-    """Whether they are of the file alone, and tell nearly all images of a class from nearly all others"""
-    classes: dict[str, float] = field(default_factory=dict)
-    """Class that they tell -> percent of its images that are recognised; the clearest class first"""
-    top1: float = 0.0
-    """Percent of training images whose class a small classifier tells by these properties, in folds"""
-    in_validation: bool = False
-    """Whether they tell the clearest class in the validation split, too"""
-    validation_top1: float | None = None
-    """Percent of validation images whose class the classifier tells; None if none were looked at"""
-    validation_interval: Interval | None = None
-    """The 95 % interval of that"""
 
 
 class _Labelled:

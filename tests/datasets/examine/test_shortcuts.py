@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
+from datasets.examine.findings import Shortcut
 from datasets.examine.headers import look_at_headers
-from datasets.examine.shortcuts import Shortcut, find_shortcuts
+from datasets.examine.shortcuts import find_shortcuts
 from datasets.sources.files import FileSamples
 from tests.datasets.pictures import picture
 from tests.program import TINY_DIGITS, Result, Vitamp

@@ -368,21 +368,18 @@ class _Search:
         return f"In validation: {amount}, too few to say whether it has the same"
 
     def _largest_difference(self, inside: np.ndarray, name: str) -> str:
-        """Say in which property the images of the class `name`, where `inside` is true, differ most from others."""
-        from sklearn.metrics import roc_auc_score
+        """Say which single property tells the images of the class `name`, where `inside` is true, best from others."""
+        from sklearn.tree import DecisionTreeClassifier
 
-        def difference(column: int) -> tuple[float, bool]:
-            """By the area under the ROC curve. If two differ alike, words say more than numbers."""
-            area = roc_auc_score(inside, self.table[:, column])
-            return abs(float(area) - 0.5), "=" in self.columns.feature_names_[column]
-
-        column = max(range(self.table.shape[1]), key=difference)
-        key, _, word = self.columns.feature_names_[column].partition("=")
-        own = self.table[inside, column]
-        other = self.table[~inside, column]
-        if not word:
-            return f"{key} is {np.median(own):.3g} in {name}, {np.median(other):.3g} in others (medians)"
+        stump = DecisionTreeClassifier(max_depth=1, class_weight="balanced", random_state=0)
+        rule = stump.fit(self.table, inside).tree_
+        column = int(rule.feature[0])
+        limit = float(rule.threshold[0])
+        has = self.table[:, column] > limit
+        words = self.columns.feature_names_[column].replace("=", " ", 1)
+        if "=" not in self.columns.feature_names_[column]:
+            words += f" above {limit:.3g}"
         return (
-            f"{key} {word}: {own.sum():,.0f} of {len(own):,} images of {name}, "
-            f"{other.sum():,.0f} of {len(other):,} others"
+            f"{words}: {has[inside].sum():,} of {inside.sum():,} images of {name}, "
+            f"{has[~inside].sum():,} of {(~inside).sum():,} others"
         )

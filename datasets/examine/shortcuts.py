@@ -235,7 +235,8 @@ def with_thumbnails(images: Sequence[Image], seconds: float) -> list[Image]:
         image = images[index]
         if image.scan.thumbnail or not image.header.bytes:
             continue
-        with contextlib.suppress(Exception):  # a damaged image can raise anything
+        # A damaged image can raise anything, and Pillow warns of images that it can read.
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             opened = PIL.Image.open(io.BytesIO(bytes(image.split.samples.read(image.index_in_split))))
             opened.draft("RGB", (2 * SIDE, 2 * SIDE))
             pixels = np.asarray(opened.convert("RGB").resize((SIDE, SIDE), PIL.Image.Resampling.BILINEAR))

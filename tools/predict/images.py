@@ -5,6 +5,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from datasets.loading.order import whole_batches
 from datasets.sources.csv_table import images_in_table
 from datasets.sources.files import OF_SEVERAL, SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
+from tools.common.maps import pictures_with_maps
 from tools.common.output_file import writing
 from tools.common.ranks import gather
 from tools.common.tables import shown
@@ -36,6 +38,8 @@ from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import check_pool
 
+NOT_IN_NAMES = r"[^\w.,()+-]+"
+"""Characters of image and class that the names of pictures do not have"""
 TOP = 5
 """Classes per image without -topk"""
 
@@ -185,6 +189,34 @@ class ClassChooser:
             row = [Guess(label, self._trained.name_of(label), probability) for label, probability in pairs]
             rows.append(row if is_finite else None)
         return rows
+
+
+def with_maps(
+    rows: Sequence[list[Guess] | None],
+    batch: Batch,
+    trained: Trained,
+    dataset: ImageDataset,
+    paths: Sequence[str],
+    folder: Path,
+) -> Iterator[list[Guess] | None]:
+    """Yield the guesses of a batch, after a picture of each image with the map of where the model looks is written.
+
+    With one label per image, the map is of the first guess, else there is a picture for each guess. `paths`: names of
+    all images. `folder`: of the pictures, whose names are the image's number, its name and the class.
+    """
+    folder.mkdir(exist_ok=True)
+    digits = len(str(len(paths)))
+    for pixels, index, row in zip(batch.images, batch.indices.tolist(), rows, strict=True):
+        was_read = index != PADDING
+        if was_read and row:
+            explained = row[:1] if trained.task.kind == ONE_LABEL else row
+            pictures = pictures_with_maps(trained, dataset, index, pixels, [guess.label for guess in explained])
+            for guess, picture in zip(explained, pictures, strict=True):
+                words = f"{index + 1:0{digits}}_{Path(paths[index]).stem}_{guess.name}"
+                file = folder / f"{re.sub(NOT_IN_NAMES, '_', words)}.jpg"
+                with writing(file, "-explain"):
+                    picture.save(file, quality=90)
+        yield row
 
 
 def find_images(words: list[str], data: DataConfig) -> list[str]:

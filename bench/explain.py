@@ -136,9 +136,7 @@ def by_input(grid: int, model: torch.nn.Module, pixels: Tensor, label: int) -> T
     return functional.adaptive_avg_pool2d((gradient * pixels)[0].sum(0)[None, None], grid)[0, 0].detach()
 
 
-def by_hiding(
-    grid: int, width: float, blurs: bool, model: torch.nn.Module, pixels: Tensor, label: int
-) -> Tensor:
+def by_hiding(grid: int, width: float, blurs: bool, model: torch.nn.Module, pixels: Tensor, label: int) -> Tensor:
     """The loss of score when a square of `width` cells around each cell of a grid is hidden."""
     side = pixels.shape[-1]
     cell = side / grid

@@ -20,11 +20,9 @@ GRID = 8
 """Rows and columns of the places that are hidden one after another"""
 REACH = 1
 """Distance from the middle of a hidden square to its sides, in rows of the grid"""
-STRONGEST = 0.75
-"""Opacity of the colour where a map is 1"""
 
 
-def explained(model: nn.Module, transform: Any, image: Any, label: int | str | None) -> np.ndarray:
+def explained(model: nn.Module, transform: Any, image: Any, label: int | None) -> np.ndarray:
     """Compute the map of an image for `Loaded.explain`, which describes the parameters."""
     origin: Any = model.vitamp
     *reading, resize, normalise = transform.transforms
@@ -39,15 +37,8 @@ def explained(model: nn.Module, transform: Any, image: Any, label: int | str | N
     pixels = normalise(resize(stored)).to(next(model.parameters()))
 
     with torch.no_grad():
-        logits = model(pixels[None])[0]
         if label is None:
-            label = int(logits.argmax())
-        elif isinstance(label, str):
-            if label not in (origin.classes or ()):
-                raise ValueError(f"label={label!r}: no class of the model has this name")
-            label = origin.classes.index(label)
-        elif not 0 <= label < len(logits):
-            raise ValueError(f"label={label}: the model has the labels 0 to {len(logits) - 1}")
+            label = int(model(pixels[None]).argmax())
         mean_colour = pixels.new_zeros(len(pixels), 1, 1)
         maps = maps_of(model, pixels, [label], mean_colour, not origin.several_labels, batch=GRID)
     return resize.undone(maps, width=stored.shape[-1], height=stored.shape[-2])[0].numpy()
@@ -95,12 +86,3 @@ def _hidden_lines(length: int) -> Tensor:
     place = (torch.arange(length) + 0.5) * GRID / length
     middle = torch.arange(GRID) + 0.5
     return (place[None] - middle[:, None]).abs() <= REACH
-
-
-def heat(found: np.ndarray) -> Image.Image:
-    """Make a picture of a map (H x W, from 0 to 1) to lay over the image: from transparent over red to yellow."""
-    colours = np.zeros((*found.shape, 4))
-    colours[:, :, 0] = 1
-    colours[:, :, 1] = found
-    colours[:, :, 3] = STRONGEST * found
-    return Image.fromarray((255 * colours).astype(np.uint8))

@@ -77,11 +77,11 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Loaded, (tuple(self),)
 
-    def explain(self, image: Any, label: int | str | None = None) -> np.ndarray:
+    def explain(self, image: Any, label: int | None = None) -> np.ndarray:
         """Show where the model looks: an array of the image's height x width, 1 where the class needs the image most.
 
         image: an image of Pillow, the path of an image, or an array, as `predict` takes them
-        label: number or name of the class; None: the most probable one
+        label: number of the class; None: the most probable one
 
         It is 0 where nothing speaks for the class. It shows what moves the score, not why. The model computes in this
         process, without flags of predict.py.

@@ -1,26 +1,22 @@
 """Lays maps of where a trained model looks (vitamp/explain.py) over pictures, for predict.py and the report."""
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from datasets import ImageDataset
 from datasets.base import shades_of_mean
-from datasets.decoding import Reader
-from engine.inputs.batches import input_of
-from engine.trained.model import Trained, picture_of
+from engine.trained.model import Trained
 from vitamp.bands import picture_of_bands
-from vitamp.explain import heat, maps_of
+from vitamp.explain import maps_of
 from vitamp.metrics import ONE_LABEL
-from vitamp.timm_model import transform_of
 
-SMALLEST = 256
-"""Pixels to whose longer side smaller pictures are enlarged"""
-LARGEST = 1024
-"""Pixels to whose longer side larger pictures are reduced"""
+LONGER_SIDE = 448
+"""Pixels of a picture with a map"""
+STRONGEST = 0.8
+"""Opacity of the colour where a map is 1"""
 
 
 def trained_maps(trained: Trained, pixels: Tensor, labels: Sequence[int]) -> Tensor:
@@ -31,30 +27,14 @@ def trained_maps(trained: Trained, pixels: Tensor, labels: Sequence[int]) -> Ten
     return maps_of(trained.logits, pixels, labels, mean_colour, one_label, batch=data.val_batch)
 
 
-def pictures_with_maps(
-    trained: Trained, dataset: ImageDataset, index: int, pixels: Tensor, labels: Sequence[int]
-) -> list[Image.Image]:
-    """Return the whole picture of an image once per label, with the label's map laid over it.
-
-    `index`: of the image in the data set. `pixels`: the image as in a batch, C x H x W.
-    """
-    data = trained.config.DATA
-    maps = trained_maps(trained, pixels, labels)
-    samples = dataset.single_images()
-    if samples is None:
-        picture = picture_of(dataset, index)
-    else:
-        picture = picture_of_bands(Reader(data).whole(samples.read(index)))
-    longest = max(picture.size)
-    factor = min(max(longest, SMALLEST), LARGEST) / longest
-    width = max(1, round(picture.width * factor))
-    height = max(1, round(picture.height * factor))
-    picture = picture.resize((width, height)).convert("RGBA")
-    if samples is not None:
-        resizing: Any = transform_of(input_of(data)).transforms[-2]  # before normalising
-        maps = resizing.undone(maps, width, height)
-    pictures = []
-    for one_map in maps.numpy():
-        colours = heat(one_map).resize((width, height), Image.Resampling.BILINEAR)
-        pictures.append(Image.alpha_composite(picture, colours).convert("RGB"))
-    return pictures
+def laid_over(pixels: Tensor, one_map: Tensor) -> Image.Image:
+    """Lay a map over an image as the model sees it (C x H x W): the image is grey, and the map red to yellow."""
+    colours = np.zeros((*one_map.shape, 4))
+    colours[:, :, 0] = 1
+    colours[:, :, 1] = one_map
+    colours[:, :, 3] = STRONGEST * one_map
+    heat = Image.fromarray((255 * colours).astype(np.uint8))
+    picture = picture_of_bands(pixels.cpu().permute(1, 2, 0).numpy()).convert("L").convert("RGBA")
+    factor = LONGER_SIDE / max(picture.size)
+    size = (round(picture.width * factor), round(picture.height * factor))
+    return Image.alpha_composite(picture.resize(size), heat.resize(size)).convert("RGB")

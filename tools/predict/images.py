@@ -25,7 +25,7 @@ from datasets.loading.order import whole_batches
 from datasets.sources.csv_table import images_in_table
 from datasets.sources.files import OF_SEVERAL, SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
-from tools.common.maps import pictures_with_maps
+from tools.common.maps import laid_over, trained_maps
 from tools.common.output_file import writing
 from tools.common.ranks import gather
 from tools.common.tables import shown
@@ -195,7 +195,6 @@ def with_maps(
     rows: Sequence[list[Guess] | None],
     batch: Batch,
     trained: Trained,
-    dataset: ImageDataset,
     paths: Sequence[str],
     folder: Path,
 ) -> Iterator[list[Guess] | None]:
@@ -210,12 +209,12 @@ def with_maps(
         was_read = index != PADDING
         if was_read and row:
             explained = row[:1] if trained.task.kind == ONE_LABEL else row
-            pictures = pictures_with_maps(trained, dataset, index, pixels, [guess.label for guess in explained])
-            for guess, picture in zip(explained, pictures, strict=True):
+            maps = trained_maps(trained, pixels, [guess.label for guess in explained])
+            for guess, one_map in zip(explained, maps, strict=True):
                 words = f"{index + 1:0{digits}}_{Path(paths[index]).stem}_{guess.name}"
                 file = folder / f"{re.sub(NOT_IN_NAMES, '_', words)}.jpg"
                 with writing(file, "-explain"):
-                    picture.save(file, quality=90)
+                    laid_over(pixels, one_map).save(file, quality=90)
         yield row
 
 

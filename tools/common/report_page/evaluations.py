@@ -5,6 +5,7 @@ An evaluation is a dictionary of what its template shows. Its `predicted` is not
 
 import base64
 import io
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -23,6 +24,7 @@ from engine.evaluation.start import gain_over_probe, probe_is_best
 from engine.report.outcome import flatters, of_groups, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
+from tools.common.maps import laid_over, trained_maps
 from tools.common.report_page.charts import Reliability
 from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
@@ -47,6 +49,14 @@ MOST_MISTAKES = 12
 NOTABLE_IMAGES = 2
 NOTABLE_PERCENT = 5.0
 """Percent of the images of its class"""
+MOST_MEAN_MAPS = 12
+"""Most classes with a mean map"""
+MAPPED = 10
+"""Most images in a mean map"""
+LEAST_MAPPED = 5
+"""Least images in a mean map"""
+SECONDS_OF_MAPS = 30
+"""No mean map is begun after this time"""
 MOST_EXAMPLES = 12
 """Most example images with several labels"""
 MOST_WRONG = 9
@@ -172,6 +182,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         "pairs": pairs,
         "reliability": Reliability(evaluation.bins, evaluation.ece, about_error),
         "mistakes": _mistakes(trained, dataset, evaluation, wrong),
+        "mean_maps": _mean_maps(trained, dataset, guesses, [row["label"] for row in classes]),
         "wrong": len(wrong),
     }
 
@@ -227,6 +238,7 @@ def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wro
     return [
         {
             **pictured(dataset, index, trained.config.DATA),
+            "map": _mapped(trained, dataset, [index], int(rows.guess[index])),
             "true": trained.name_of(int(rows.label[index])),
             "guess": trained.name_of(int(rows.guess[index])),
             "confidence": 100 * float(rows.confidence[index]),
@@ -234,6 +246,35 @@ def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wro
         }
         for index in most_confident[:MOST_MISTAKES].tolist()
     ]
+
+
+def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, labels: Sequence[int]) -> list[Shown]:
+    """Return for each class the mean map of some images that are predicted as it, over their mean picture.
+
+    `labels`: of the classes, the most important first: those that few images are predicted as, or for which there is no
+    time, are left out.
+    """
+    mean_maps = []
+    end = time.monotonic() + SECONDS_OF_MAPS
+    for label in labels:
+        indices = (guesses == label).nonzero()[:, 0]
+        if len(indices) < LEAST_MAPPED:
+            continue
+        if len(mean_maps) == MOST_MEAN_MAPS or time.monotonic() > end:
+            break
+        chosen = indices[torch.linspace(0, len(indices) - 1, MAPPED).long().unique()].tolist()
+        mean_maps.append(
+            {"name": trained.name_of(label), "images": len(chosen), "map": _mapped(trained, dataset, chosen, label)}
+        )
+    return mean_maps
+
+
+def _mapped(trained: Trained, dataset: ImageDataset, indices: Sequence[int], label: int) -> str:
+    """Return the mean map of some images for a class, over their mean picture, as a data: URI."""
+    images = dataset.__getitems__([(0, index) for index in indices]).images
+    maps = [trained_maps(trained, pixels, [label]) for pixels in images]
+    mean_picture = images.float().mean(0).to(images.dtype)
+    return data_uri(laid_over(mean_picture, torch.cat(maps).mean(0)), 2 * THUMBNAIL)
 
 
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:

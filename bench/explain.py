@@ -2,8 +2,8 @@
 
     python bench/explain.py -photographs DIR -lite0 FILE -out docs/results/explain.json -pictures DIR
 
-Each photograph gets one of two classes by chance, and a small marker of its class: once always in the top left
-corner, once in any of the four. A ViT and a ResNet learn them from random weights, and a linear classifier on the features of
+Each photograph gets one of two classes by chance, and a small marker of its class: once always in the top left corner,
+once in any of the four. A ViT and a ResNet learn them from random weights, and a linear classifier on the features of
 EfficientNet-Lite0. Of the validation images that are predicted correctly, a map passes if more than half of it is in
 the marker's ninth of the image. The same is measured for models that learned the photographs without markers: there, no
 corner should hold the map.
@@ -28,7 +28,7 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parent.parent
 SIDE = 128
 """Pixels of the images along each side"""
-MARKER = 12
+MARKER = 20
 """Pixels of the marker along each side"""
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 MOST_AWAY = 6
@@ -42,7 +42,7 @@ TRAINING = (
 ).split()
 MODELS = {
     "ViT": "MODEL.TYPE=vit MODEL.PATCH_SIZE=16 MODEL.EMBED_DIM=96 MODEL.DEPTH=4 MODEL.NUM_HEADS=3 "
-    "TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=20",
+    "TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=15",
     "ResNet": "-model resnet10t TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=6",
     "Lite0 features": "",
 }
@@ -136,34 +136,43 @@ def by_input(grid: int, model: torch.nn.Module, pixels: Tensor, label: int) -> T
     return functional.adaptive_avg_pool2d((gradient * pixels)[0].sum(0)[None, None], grid)[0, 0].detach()
 
 
-def by_hiding(grid: int, width: float, blurs: bool, model: torch.nn.Module, pixels: Tensor, label: int) -> Tensor:
-    """The loss of score when a square of `width` cells around each cell of a grid is hidden."""
+def by_hiding(grid: int, width: int, fill: str, model: torch.nn.Module, pixels: Tensor, label: int) -> Tensor:
+    """The loss of score when squares of `width` cells are hidden, as the mean of each cell of a grid.
+
+    `fill`: by the mean colour, by the blurred image, by the inverse colours, or by those of the blurred image.
+    """
     side = pixels.shape[-1]
-    cell = side / grid
-    hidden = pixels.repeat(grid * grid, 1, 1, 1)
-    fill = torch.zeros_like(pixels[0])
-    if blurs:
-        small = functional.adaptive_avg_pool2d(pixels, grid // 2)
-        fill = functional.interpolate(small, size=side, mode="bilinear")[0]
-    for row in range(grid):
-        for column in range(grid):
-            top, bottom = (min(side, max(0, round((row + 0.5 + half) * cell))) for half in (-width / 2, width / 2))
-            left, right = (min(side, max(0, round((column + 0.5 + half) * cell))) for half in (-width / 2, width / 2))
-            hidden[row * grid + column, :, top:bottom, left:right] = fill[:, top:bottom, left:right]
+    cells = functional.adaptive_avg_pool2d(pixels, grid)
+    blurred = functional.interpolate(cells, size=side, mode="bilinear")
+    hidden = {"mean": torch.zeros_like(pixels), "blur": blurred, "inverse": -pixels, "inverse blur": -blurred}[fill]
+    place = (torch.arange(side) + 0.5) * grid / side
+    first = torch.arange(grid - width + 1)[:, None]
+    lines = (place >= first) & (place < first + width)
+    squares = lines[:, None, None, :, None] & lines[:, None, None, :]
     with torch.no_grad():
-        scores = torch.cat([score(model, label, some) for some in hidden.split(32)])
+        scores = [score(model, label, torch.where(some, hidden, pixels)) for some in squares.flatten(0, 1).split(32)]
         whole = score(model, label, pixels)
-    return (whole - scores).reshape(grid, grid)
+    falls = (whole - torch.cat(scores)).reshape(1, 1, len(first), len(first)).clamp(min=0)
+    return functional.avg_pool2d(falls, width, 1, width - 1, count_include_pad=False)[0, 0]
+
+
+def by_both(model: torch.nn.Module, pixels: Tensor, label: int) -> Tensor:
+    """The larger loss by hiding with the mean colour and with the inverse colours."""
+    mean = by_hiding(8, 2, "mean", model, pixels, label)
+    return torch.maximum(mean, by_hiding(8, 2, "inverse", model, pixels, label))
 
 
 METHODS: dict[str, Callable[[torch.nn.Module, Tensor, int], Tensor]] = {
     "gradient x activation, last layer": partial(by_gradient, 1),
     "gradient x activation, layer before": partial(by_gradient, 2),
     "gradient x pixels, 8 x 8": partial(by_input, 8),
-    "hiding, 4 x 4": partial(by_hiding, 4, 1, False),
-    "hiding, 8 x 8": partial(by_hiding, 8, 1, False),
-    "hiding, 8 x 8, overlapping": partial(by_hiding, 8, 2, False),
-    "hiding by blur, 8 x 8, overlapping": partial(by_hiding, 8, 2, True),
+    "hiding, 4 x 4": partial(by_hiding, 4, 1, "mean"),
+    "hiding, 8 x 8": partial(by_hiding, 8, 1, "mean"),
+    "hiding, 8 x 8, overlapping": partial(by_hiding, 8, 2, "mean"),
+    "hiding, 8 x 8, overlapping, by blur": partial(by_hiding, 8, 2, "blur"),
+    "hiding, 8 x 8, overlapping, by inverse": partial(by_hiding, 8, 2, "inverse"),
+    "hiding, 8 x 8, overlapping, by inverse blur": partial(by_hiding, 8, 2, "inverse blur"),
+    "hiding, 8 x 8, overlapping, by mean and inverse": by_both,
 }
 
 
@@ -180,7 +189,7 @@ def in_corners(found: np.ndarray) -> list[float]:
     return [float(found[rows[corner // 2], rows[corner % 2]].sum()) for corner in range(len(CORNERS))]
 
 
-def measure(run: Path, images: Path, most: int, pictures: Path | None) -> dict[str, Any]:
+def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
     """Measure all methods on validation images that the run predicts correctly."""
     from engine.trained.model import load_trained
     from tools.common.report_page.evaluations import split_of_run
@@ -191,6 +200,7 @@ def measure(run: Path, images: Path, most: int, pictures: Path | None) -> dict[s
     samples: Any = dataset.single_images()
     right = 0
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in METHODS}
+    largest: dict[str, list[float]] = {name: [] for name in METHODS}
     for index in range(len(dataset)):
         pixels = dataset.__getitems__([(0, index)]).images
         with trained.computing(1):
@@ -211,6 +221,7 @@ def measure(run: Path, images: Path, most: int, pictures: Path | None) -> dict[s
             corners = in_corners(found)
             rows[name].append((corners[corner], max(corners), seconds))
             shown.append(found)
+            largest[name].append(float(values.max()))
         if pictures and right <= 6:
             picture = pixels[0].permute(1, 2, 0).numpy()
             panels = [picture] + [overlaid(picture, found) for found in shown]
@@ -222,6 +233,7 @@ def measure(run: Path, images: Path, most: int, pictures: Path | None) -> dict[s
             "in_marked_corner_percent": round(100 * float((own > 0.5).mean()), 1),
             "in_any_corner_percent": round(100 * float((highest > 0.5).mean()), 1),
             "mean_mass_in_marked_corner": round(float(own.mean()), 3),
+            "largest_value": round(float(np.median(largest[name])), 3),
             "seconds_per_image": round(float(np.median(seconds)), 4),
         }
     accuracy = round(100 * right / len(dataset), 1)
@@ -262,7 +274,7 @@ def main() -> None:
         for model in args.models.split(","):
             run = args.work / f"{key}-{model.replace(' ', '-')}"
             seconds = None if run.exists() else round(train(model, images, run, args.lite0), 1)
-            found = measure(run, images, args.mapped, args.pictures)
+            found = measure(run, args.mapped, args.pictures)
             found["training_seconds"] = seconds
             results.setdefault(words, {})[model] = found
             print(words, model, json.dumps(found, indent=1), flush=True)

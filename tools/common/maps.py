@@ -22,9 +22,9 @@ STRONGEST = 0.8
 def trained_maps(trained: Trained, pixels: Tensor, labels: Sequence[int]) -> Tensor:
     """Compute the maps of an image for `labels`: labels x H x W. `pixels`: as in a batch, C x H x W."""
     data = trained.config.DATA
-    mean_colour = torch.tensor(shades_of_mean(data)).to(pixels)[:, None, None]
+    mean = torch.tensor(shades_of_mean(data), device=pixels.device)[:, None, None]
     one_label = trained.task.kind == ONE_LABEL
-    return maps_of(trained.logits, pixels, labels, mean_colour, one_label, batch=data.val_batch)
+    return maps_of(trained.logits, pixels, labels, mean, one_label, batch=data.val_batch)
 
 
 def laid_over(pixels: Tensor, one_map: Tensor) -> Image.Image:

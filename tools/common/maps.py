@@ -19,12 +19,15 @@ STRONGEST = 0.8
 """Opacity of the colour where a map is 1"""
 
 
-def trained_maps(trained: Trained, pixels: Tensor, labels: Sequence[int]) -> Tensor:
-    """Compute the maps of an image for `labels`: labels x H x W. `pixels`: as in a batch, C x H x W."""
+def trained_maps(trained: Trained, pixels: Tensor, labels: Sequence[int], batch: int) -> Tensor:
+    """Compute the maps of an image for `labels`: labels x H x W.
+
+    `pixels`: the image as in a batch, C x H x W. `batch`: most images at once.
+    """
     data = trained.config.DATA
     mean = torch.tensor(shades_of_mean(data), device=pixels.device)[:, None, None]
     one_label = trained.task.kind == ONE_LABEL
-    return maps_of(trained.logits, pixels, labels, mean, one_label, batch=data.val_batch)
+    return maps_of(trained.logits, pixels, labels, mean, one_label, batch)
 
 
 def laid_over(pixels: Tensor, one_map: Tensor) -> Image.Image:

@@ -147,7 +147,7 @@ def _predict(asked: Namespace, world: World) -> int:
 
     def guesses_of(batch: Batch) -> Iterable[list[Guess] | None]:
         rows = choose(trained.logits(batch.images))
-        return with_maps(rows, batch, trained, paths, asked.explain) if asked.explain else rows
+        return with_maps(rows, batch, trained, paths, asked) if asked.explain else rows
 
     write_rows = FORMS[asked.format or _format_of(asked.out)]
     shows_rows = asked.out is None and sys.stdout.isatty()

@@ -40,6 +40,8 @@ from vitamp.pooling import check_pool
 
 NOT_IN_NAMES = r"[^\w.,()+-]+"
 """Characters of image and class that the names of pictures do not have"""
+LONGEST_NAME = 80
+"""Characters of the name of a picture, each of up to three bytes of the 255 that file systems allow"""
 TOP = 5
 """Classes per image without -topk"""
 
@@ -192,29 +194,26 @@ class ClassChooser:
 
 
 def with_maps(
-    rows: Sequence[list[Guess] | None],
-    batch: Batch,
-    trained: Trained,
-    paths: Sequence[str],
-    folder: Path,
+    rows: Sequence[list[Guess] | None], batch: Batch, trained: Trained, paths: Sequence[str], asked: Namespace
 ) -> Iterator[list[Guess] | None]:
-    """Yield the guesses of a batch, after a picture of each image with the map of where the model looks is written.
+    """Yield the guesses of a batch, after writing a picture of each image with the map of where the model looks.
 
     With one label per image, the map is of the first guess, else there is a picture for each guess. `paths`: names of
-    all images. `folder`: of the pictures, whose names are the image's number, its name and the class.
+    all images. A picture's name is the number and the name of the image, and the class.
     """
-    folder.mkdir(exist_ok=True)
+    asked.explain.mkdir(exist_ok=True)
     digits = len(str(len(paths)))
+    batch_size = asked.batch_size or trained.config.DATA.val_batch
     for pixels, index, row in zip(batch.images, batch.indices.tolist(), rows, strict=True):
         was_read = index != PADDING
         if was_read and row:
             explained = row[:1] if trained.task.kind == ONE_LABEL else row
-            maps = trained_maps(trained, pixels, [guess.label for guess in explained])
+            maps = trained_maps(trained, pixels, [guess.label for guess in explained], batch_size)
             for guess, one_map in zip(explained, maps, strict=True):
-                words = f"{index + 1:0{digits}}_{Path(paths[index]).stem}_{guess.name}"
-                file = folder / f"{re.sub(NOT_IN_NAMES, '_', words)}.jpg"
-                with writing(file, "-explain"):
-                    laid_over(pixels, one_map).save(file, quality=90)
+                name = f"{index + 1:0{digits}}_{Path(paths[index]).stem}_{guess.name}"
+                file = asked.explain / f"{re.sub(NOT_IN_NAMES, '_', name)[:LONGEST_NAME]}.jpg"
+                with writing(asked.explain, "-explain"):
+                    laid_over(pixels, one_map).save(file)
         yield row
 
 

@@ -272,7 +272,8 @@ def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, l
 def _mapped(trained: Trained, dataset: ImageDataset, indices: Sequence[int], label: int) -> str:
     """Return the mean map of some images for a class, over their mean picture, as a data: URI."""
     images = dataset.__getitems__([(0, index) for index in indices]).images
-    maps = [trained_maps(trained, pixels, [label]) for pixels in images]
+    batch_size = trained.config.DATA.val_batch
+    maps = [trained_maps(trained, pixels, [label], batch_size) for pixels in images]
     mean_picture = images.float().mean(0).to(images.dtype)
     return data_uri(laid_over(mean_picture, torch.cat(maps).mean(0)), 2 * THUMBNAIL)
 
@@ -357,7 +358,8 @@ def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels
             if not predicted[index, label]:
                 kind = "missed"
             probability = 100 * float(probabilities[index, label])
-            labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability})
+            one_map = _mapped(trained, dataset, [index], label)
+            labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability, "map": one_map})
         examples.append({**pictured(dataset, index, trained.config.DATA), "labels": labels})
     return examples, wrong_images
 

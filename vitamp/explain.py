@@ -78,7 +78,7 @@ def maps_of(
     logits = [logits_of(pixels[None])]
     for some in squares.flatten(0, 1).to(pixels.device).split(batch):
         logits.append(logits_of(torch.where(some, hidden, pixels)))
-    all_logits = torch.cat(logits).double().cpu()
+    all_logits = torch.cat(logits).cpu().double()
 
     falls = []
     for label in labels:

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vitamp.explain import maps_of
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDE = 128
+SIDE = 96
 """Pixels of the images along each side"""
-MARKER = 20
+MARKER = 15
 """Pixels of the marker along each side"""
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
-MOST_AWAY = 6
+MOST_AWAY = 4
 """Most pixels between the marker and the borders of its corner"""
 TRAINED = 0.8
 SEED = 0
@@ -98,10 +98,6 @@ def train(name: str, images: Path, run: Path, lite0: Path) -> float:
     else:
         run_command(["main_single_gpu.py", *words, *MODELS[name].split(), "-output", str(run)])
     return time.perf_counter() - start
-
-
-Score = Callable[[Tensor], Tensor]
-"""Normalised images (B x C x S x S) -> how much the predicted class is favoured, one number per image"""
 
 
 def score(model: torch.nn.Module, label: int, pixels: Tensor) -> Tensor:
@@ -171,13 +167,15 @@ def by_product(model: torch.nn.Module, pixels: Tensor, label: int) -> Tensor:
         return maps_of(model, pixels[0], [label], torch.zeros(3, 1, 1), one_label=True, batch=32)[0]
 
 
-METHODS: dict[str, Callable[[torch.nn.Module, Tensor, int], Tensor]] = {
+Method = Callable[[torch.nn.Module, Tensor, int], Tensor]
+"""(model, normalised image, label) -> map of any size"""
+METHODS: dict[str, Method] = {
     "gradient x activation, last layer": partial(by_gradient, 1),
     "gradient x activation, layer before": partial(by_gradient, 2),
     "gradient x pixels, 8 x 8": partial(by_input, 8),
-    "hiding, 4 x 4": partial(by_hiding, 4, 1, "mean"),
-    "hiding, 8 x 8": partial(by_hiding, 8, 1, "mean"),
-    "hiding, 8 x 8, overlapping": partial(by_hiding, 8, 2, "mean"),
+    "hiding, 4 x 4, by mean colour": partial(by_hiding, 4, 1, "mean"),
+    "hiding, 8 x 8, by mean colour": partial(by_hiding, 8, 1, "mean"),
+    "hiding, 8 x 8, overlapping, by mean colour": partial(by_hiding, 8, 2, "mean"),
     "hiding, 8 x 8, overlapping, by blur": partial(by_hiding, 8, 2, "blur"),
     "hiding, 8 x 8, overlapping, by inverse": partial(by_hiding, 8, 2, "inverse"),
     "hiding, 8 x 8, overlapping, by inverse blur (the product)": by_product,
@@ -198,8 +196,8 @@ def in_corners(found: np.ndarray) -> list[float]:
     return [float(found[rows[corner // 2], rows[corner % 2]].sum()) for corner in range(len(CORNERS))]
 
 
-def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
-    """Measure all methods on validation images that the run predicts correctly."""
+def measure(run: Path, most: int, pictures: Path | None, methods: dict[str, Method]) -> dict[str, Any]:
+    """Measure methods on validation images that the run predicts correctly."""
     from engine.trained.model import load_trained
     from tools.common.report_page.evaluations import split_of_run
 
@@ -208,8 +206,8 @@ def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
     labels = dataset.sample_labels()
     samples: Any = dataset.single_images()
     right = 0
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in METHODS}
-    largest: dict[str, list[float]] = {name: [] for name in METHODS}
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in methods}
+    largest: dict[str, list[float]] = {name: [] for name in methods}
     for index in range(len(dataset)):
         pixels = dataset.__getitems__([(0, index)]).images
         with trained.computing(1):
@@ -222,7 +220,7 @@ def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
             continue
         corner = int(Path(samples.name(index)).stem[-1])
         shown = []
-        for name, method in METHODS.items():
+        for name, method in methods.items():
             start = time.perf_counter()
             values = method(trained.model, normalised.clone(), label)
             seconds = time.perf_counter() - start
@@ -235,10 +233,10 @@ def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
             picture = pixels[0].permute(1, 2, 0).numpy()
             panels = [picture] + [overlaid(picture, found) for found in shown]
             Image.fromarray(np.concatenate(panels, 1)).save(pictures / f"{run.name}-{right}.png")
-    methods = {}
+    rows_of_methods = {}
     for name, of_method in rows.items():
         own, highest, seconds = np.array(of_method).T
-        methods[name] = {
+        rows_of_methods[name] = {
             "in_marked_corner_percent": round(100 * float((own > 0.5).mean()), 1),
             "in_any_corner_percent": round(100 * float((highest > 0.5).mean()), 1),
             "mean_mass_in_marked_corner": round(float(own.mean()), 3),
@@ -246,7 +244,7 @@ def measure(run: Path, most: int, pictures: Path | None) -> dict[str, Any]:
             "seconds_per_image": round(float(np.median(seconds)), 4),
         }
     accuracy = round(100 * right / len(dataset), 1)
-    return {"top1_percent": accuracy, "images": min(right, most), "methods": methods}
+    return {"top1_percent": accuracy, "images": min(right, most), "methods": rows_of_methods}
 
 
 def overlaid(picture: np.ndarray, found: np.ndarray) -> np.ndarray:
@@ -265,6 +263,7 @@ def main() -> None:
     parser.add_argument("-pictures", type=Path)
     parser.add_argument("-models", default=",".join(MODELS))
     parser.add_argument("-sets", default="one,four,none")
+    parser.add_argument("-methods", default="", help="words in the names of methods, separated by commas")
     parser.add_argument("-most", type=int, default=1000, help="photographs")
     parser.add_argument("-mapped", type=int, default=60, help="images with maps, of each model")
     args = parser.parse_args()
@@ -272,6 +271,8 @@ def main() -> None:
     if args.pictures:
         args.pictures.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    words_of_methods = args.methods.split(",")
+    methods = {name: method for name, method in METHODS.items() if any(word in name for word in words_of_methods)}
     sets = {"one": ("marker at the top left", 1, True), "four": ("marker in any corner", 4, True)}
     sets["none"] = ("no marker", 4, False)
     for key in args.sets.split(","):
@@ -282,7 +283,7 @@ def main() -> None:
         for model in args.models.split(","):
             run = args.work / f"{key}-{model.replace(' ', '-')}"
             seconds = None if run.exists() else round(train(model, images, run, args.lite0), 1)
-            found = measure(run, args.mapped, args.pictures)
+            found = measure(run, args.mapped, args.pictures, methods)
             found["training_seconds"] = seconds
             results.setdefault(words, {})[model] = found
             print(words, model, json.dumps(found, indent=1), flush=True)

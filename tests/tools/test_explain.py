@@ -51,7 +51,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def in_corner(found: np.ndarray) -> float:
     """The fraction of a map in the top left quarter."""
     height, width = found.shape
-    return float(found[: height // 2, : width // 2].sum() / found.sum())
+    return float(found[: height // 2, : width // 2].sum() / max(found.sum(), 1e-9))
 
 
 def colour_of(picture: Path) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_predict_colours_the_marker(vitamp: Vitamp, run: Path, tmp_path: Path) -
     assert done.out.count(" %") == 40, "the classes as without -explain"
     pictures = sorted((tmp_path / "maps").iterdir())
     assert len(pictures) == 40
-    assert pictures[0].name == "01_121_white.jpg" or pictures[0].name == "01_120_black.jpg"
+    assert pictures[0].name == "01_120_black.jpg"
     found = [in_corner(colour_of(picture)) > 0.5 for picture in pictures]
     assert np.mean(found) > 0.8
 

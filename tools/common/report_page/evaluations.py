@@ -50,13 +50,12 @@ NOTABLE_IMAGES = 2
 NOTABLE_PERCENT = 5.0
 """Percent of the images of its class"""
 MOST_MEAN_MAPS = 12
-"""Most classes with a mean map"""
 MAPPED = 10
 """Most images in a mean map"""
 LEAST_MAPPED = 5
 """Least images in a mean map"""
 SECONDS_OF_MAPS = 30
-"""No mean map is begun after this time"""
+"""After this time, no more images are mapped for the mean maps; the same for mistakes or examples"""
 MOST_EXAMPLES = 12
 """Most example images with several labels"""
 MOST_WRONG = 9
@@ -234,11 +233,12 @@ def _frequent_mistakes(pairs: Sequence[Shown]) -> str:
 def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wrong: torch.Tensor) -> list[Shown]:
     """Return the most confident mistakes with their pictures. `wrong`: indices of the images with a wrong guess."""
     rows = evaluation.rows
+    end = time.monotonic() + SECONDS_OF_MAPS
     most_confident = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)]
     return [
         {
             **pictured(dataset, index, trained.config.DATA),
-            "map": _mapped(trained, dataset, [index], int(rows.guess[index])),
+            "map": _mapped(trained, dataset, [index], int(rows.guess[index]), end),
             "true": trained.name_of(int(rows.label[index])),
             "guess": trained.name_of(int(rows.guess[index])),
             "confidence": 100 * float(rows.confidence[index]),
@@ -251,8 +251,7 @@ def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wro
 def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, labels: Sequence[int]) -> list[Shown]:
     """Return for each class the mean map of some images that are predicted as it, over their mean picture.
 
-    `labels`: of the classes, the most important first: those that few images are predicted as, or for which there is no
-    time, are left out.
+    `labels`: of the classes, the most important first. Classes that few images are predicted as are left out.
     """
     mean_maps = []
     end = time.monotonic() + SECONDS_OF_MAPS
@@ -260,20 +259,25 @@ def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, l
         indices = (guesses == label).nonzero()[:, 0]
         if len(indices) < LEAST_MAPPED:
             continue
-        if len(mean_maps) == MOST_MEAN_MAPS or time.monotonic() > end:
-            break
         chosen = indices[torch.linspace(0, len(indices) - 1, MAPPED).long().unique()].tolist()
-        mean_maps.append(
-            {"name": trained.name_of(label), "images": len(chosen), "map": _mapped(trained, dataset, chosen, label)}
-        )
+        shown_map = _mapped(trained, dataset, chosen, label, end)
+        if len(mean_maps) == MOST_MEAN_MAPS or not shown_map:
+            break
+        mean_maps.append({"name": trained.name_of(label), "images": len(chosen), "map": shown_map})
     return mean_maps
 
 
-def _mapped(trained: Trained, dataset: ImageDataset, indices: Sequence[int], label: int) -> str:
-    """Return the mean map of some images for a class, over their mean picture, as a data: URI."""
+def _mapped(trained: Trained, dataset: ImageDataset, indices: Sequence[int], label: int, end: float) -> str:
+    """Return the mean map of some images for a class, over their mean picture, as a data: URI; '' without time.
+
+    `end`: time from which on no image is mapped, as of time.monotonic().
+    """
     images = dataset.__getitems__([(0, index) for index in indices]).images
-    batch_size = trained.config.DATA.val_batch
-    maps = [trained_maps(trained, pixels, [label], batch_size) for pixels in images]
+    maps = []
+    for pixels in images:
+        if time.monotonic() > end:
+            return ""
+        maps.append(trained_maps(trained, pixels, [label], trained.config.DATA.val_batch))
     mean_picture = images.float().mean(0).to(images.dtype)
     return data_uri(laid_over(mean_picture, torch.cat(maps).mean(0)), 2 * THUMBNAIL)
 
@@ -350,6 +354,7 @@ def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels
     most_wrong = max(MOST_WRONG, MOST_EXAMPLES - right_images)
     chosen = order[: min(wrong_images, most_wrong)] + order[wrong_images:]
 
+    end = time.monotonic() + SECONDS_OF_MAPS
     examples = []
     for index in chosen[:MOST_EXAMPLES]:
         labels = []
@@ -358,7 +363,7 @@ def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels
             if not predicted[index, label]:
                 kind = "missed"
             probability = 100 * float(probabilities[index, label])
-            one_map = _mapped(trained, dataset, [index], label)
+            one_map = _mapped(trained, dataset, [index], label, end)
             labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability, "map": one_map})
         examples.append({**pictured(dataset, index, trained.config.DATA), "labels": labels})
     return examples, wrong_images

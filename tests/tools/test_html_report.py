@@ -221,6 +221,14 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert sum(in_matrix) == 360
 
 
+def test_maps_are_left_out_without_time(digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluations, "SECONDS_OF_MAPS", -1)
+    seen = page(digits_run, predictions=True)
+    assert seen.named("img")
+    assert not [image for image in seen.named("img") if "map of " in image["alt"]]
+    assert "Where the model looks" not in seen.text
+
+
 def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_path: Path, vitamp: Vitamp) -> None:
     for number in range(40):
         save_image(tmp_path / "data" / f"class_{number % 2}" / f"{number}.jpg", number, (90, 60))

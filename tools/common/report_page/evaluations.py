@@ -257,11 +257,11 @@ def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, l
     end = time.monotonic() + SECONDS_OF_MAPS
     for label in labels:
         indices = (guesses == label).nonzero()[:, 0]
-        if len(indices) < LEAST_MAPPED:
+        if len(indices) < LEAST_MAPPED or len(mean_maps) == MOST_MEAN_MAPS:
             continue
         chosen = indices[torch.linspace(0, len(indices) - 1, MAPPED).long().unique()].tolist()
         shown_map = _mapped(trained, dataset, chosen, label, end)
-        if len(mean_maps) == MOST_MEAN_MAPS or not shown_map:
+        if not shown_map:
             break
         mean_maps.append({"name": trained.name_of(label), "images": len(chosen), "map": shown_map})
     return mean_maps

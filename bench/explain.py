@@ -3,8 +3,8 @@
     python bench/explain.py -photographs DIR -lite0 FILE -out docs/results/explain.json -pictures DIR
 
 Each photograph gets one of two classes by chance, and a small marker of its class: once always in the top left corner,
-once in any of the four. A ViT and a ResNet learn them from random weights, and a linear classifier on the features of
-EfficientNet-Lite0. Of the validation images that are predicted correctly, a map passes if more than half of it is in
+once in any of the four. A ViT and a ResNet learn them from random weights, and an EfficientNet-Lite0 from those of
+ImageNet. Of the validation images that are predicted correctly, a map passes if more than half of it is in
 the marker's ninth of the image. The same is measured for models that learned the photographs without markers: there, no
 corner should hold the map.
 """
@@ -47,7 +47,7 @@ MODELS = {
     "ViT": "MODEL.TYPE=vit MODEL.PATCH_SIZE=16 MODEL.EMBED_DIM=96 MODEL.DEPTH=4 MODEL.NUM_HEADS=3 "
     "TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=6",
     "ResNet": "-model resnet10t TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=3",
-    "Lite0 features": "",
+    "Lite0": "-model tf_efficientnet_lite0 TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=3",
 }
 
 
@@ -90,13 +90,10 @@ def run_command(words: list[str]) -> None:
 def train(name: str, images: Path, run: Path, lite0: Path) -> float:
     """Train a model on the images by the command line; returns the seconds that it took."""
     start = time.perf_counter()
-    words = ["-data_path", str(images), *TRAINING]
-    if name == "Lite0 features":
-        words = ["-model", "tf_efficientnet_lite0", "-pretrained", str(lite0), "-data_path", str(images)]
-        words += [f"DATA.IMAGE_SIZE={SIDE}", "DATA.CROP=none"]
-        run_command(["scripts/evaluate.py", *words, "-probe", "-out", str(run)])
-    else:
-        run_command(["main_single_gpu.py", *words, *MODELS[name].split(), "-output", str(run)])
+    words = ["-data_path", str(images), *TRAINING, *MODELS[name].split()]
+    if name == "Lite0":
+        words += ["-pretrained", str(lite0)]
+    run_command(["main_single_gpu.py", *words, "-output", str(run)])
     return time.perf_counter() - start
 
 
@@ -277,14 +274,14 @@ def main() -> None:
     sets["none"] = ("no marker", 4, False)
     for key in args.sets.split(","):
         words, corners, marked = sets[key]
-        images = args.work / f"images-{key}"
+        images = args.work / f"images-{key}-{args.most}"
         if not images.exists():
             make_images(args.photographs, images, corners, marked, args.most)
         for model in args.models.split(","):
-            run = args.work / f"{key}-{model.replace(' ', '-')}"
+            run = args.work / f"{key}-{model}-{args.most}"
             seconds = None if run.exists() else round(train(model, images, run, args.lite0), 1)
             found = measure(run, args.mapped, args.pictures, methods)
-            found["training_seconds"] = seconds
+            found |= {"photographs": args.most, "training_seconds": seconds}
             results.setdefault(words, {})[model] = found
             print(words, model, json.dumps(found, indent=1), flush=True)
             args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

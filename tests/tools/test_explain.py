@@ -1,5 +1,6 @@
 """Maps of where a model looks find a marker that alone carries the class: in predict.py, the report and vitamp.load."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,11 @@ def test_map_is_where_the_score_comes_from(one_label: bool) -> None:
     assert of_bright.max() == of_bright[4:6, 10:12].min() == 1
     assert of_bright[:, :6].max() == of_bright[0].max() == of_bright[10:].max() == 0
     assert of_dark.max() == 0, "hiding it makes the class more likely"
+
+
+@pytest.mark.parametrize(("one_label", "fall"), [(False, 0.09), (True, 0.18)])
+def test_map_stays_dark_if_the_odds_do_not_halve(one_label: bool, fall: float) -> None:
+    pixels = torch.full((1, 16, 16), 9, dtype=torch.uint8)
+    mean = torch.zeros(1, 1, 1)
+    found = maps_of(lambda images: bright_place(images) / 100, pixels, [0], mean, one_label, batch=64)
+    assert found.max() == pytest.approx(fall / math.log(2), abs=1e-5)

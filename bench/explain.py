@@ -37,6 +37,8 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "yello
 MOST_AWAY = 4
 """Most pixels between the marker and the borders of its corner"""
 TRAINED = 0.8
+BRIGHT = 0.5
+"""Fall of the logarithm of the odds, and brightness of the product's maps, above which a map is called bright"""
 SEED = 0
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 TRAINING = (
@@ -233,9 +235,13 @@ def measure(run: Path, most: int, pictures: Path | None, methods: dict[str, Meth
     rows_of_methods = {}
     for name, of_method in rows.items():
         own, highest, seconds = np.array(of_method).T
+        bright = np.array(largest[name]) > BRIGHT
+        of_bright = round(100 * float((own[bright] > 0.5).mean()), 1) if bright.any() else None
         rows_of_methods[name] = {
             "in_marked_corner_percent": round(100 * float((own > 0.5).mean()), 1),
             "in_any_corner_percent": round(100 * float((highest > 0.5).mean()), 1),
+            "bright_percent": round(100 * float(bright.mean()), 1) if "hiding" in name else None,
+            "in_marked_corner_percent_of_bright": of_bright if "hiding" in name else None,
             "mean_mass_in_marked_corner": round(float(own.mean()), 3),
             "largest_value": round(float(np.median(largest[name])), 3),
             "seconds_per_image": round(float(np.median(seconds)), 4),

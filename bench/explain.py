@@ -120,7 +120,11 @@ def by_gradient(layer: int, model: torch.nn.Module, pixels: Tensor, label: int) 
     kept: list[Tensor] = []
     info: Any = model.feature_info
     module = model.get_submodule(info[-layer]["module"])
-    handle = module.register_forward_hook(lambda _module, _args, output: kept.append(output))
+
+    def keep(_module: torch.nn.Module, _arguments: Any, output: Tensor) -> None:
+        kept.append(output)
+
+    handle = module.register_forward_hook(keep)
     value = score(model, label, pixels.requires_grad_())
     handle.remove()
     gradient = torch.autograd.grad(value.sum(), kept[0])[0]

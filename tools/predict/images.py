@@ -210,7 +210,7 @@ def with_maps(
             explained = row[:1] if trained.task.kind == ONE_LABEL else row
             maps = trained_maps(trained, pixels, [guess.label for guess in explained], batch_size)
             for guess, one_map in zip(explained, maps, strict=True):
-                name = f"{index + 1:0{digits}}_{Path(paths[index]).stem}_{guess.name}"
+                name = f"{index + 1:0{digits}}_{Path(paths[int(index)]).stem}_{guess.name}"
                 file = asked.explain / f"{re.sub(NOT_IN_NAMES, '_', name)[:LONGEST_NAME]}.jpg"
                 with writing(asked.explain, "-explain"):
                     laid_over(pixels, one_map).save(file)

@@ -1,6 +1,6 @@
 """Shows where a model looks: parts of the image are hidden, and the places without which its score falls are bright.
 
-Gradients would need one pass in place of 50, but fit only some models, and find fewer markers (bench/explain.py).
+Gradients would need one pass in place of 50, but find few of the markers that a ViT looks at (bench/explain.py).
 """
 
 from __future__ import annotations

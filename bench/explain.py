@@ -49,7 +49,7 @@ MODELS = {
     "ViT": "MODEL.TYPE=vit MODEL.PATCH_SIZE=16 MODEL.EMBED_DIM=96 MODEL.DEPTH=4 MODEL.NUM_HEADS=3 "
     "TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=8",
     "ResNet": "-model resnet10t TRAIN.BASE_LR=0.001 TRAIN.NUM_EPOCHS=3",
-    "Lite0": "-model tf_efficientnet_lite0 MODEL.FREEZE=batch_norm TRAIN.BASE_LR=0.0002 TRAIN.NUM_EPOCHS=4",
+    "Lite0": "-model tf_efficientnet_lite0 MODEL.FREEZE=batch_norm TRAIN.BASE_LR=0.0002 TRAIN.NUM_EPOCHS=12",
 }
 
 

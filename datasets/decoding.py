@@ -7,11 +7,11 @@ import io
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from datasets.base import NO_MEMORY, Box, Colour, Encoded, Unreadable, background_of
 from utils.config.data import DataConfig
@@ -240,6 +240,8 @@ TURNS = {
 """EXIF orientation -> steps that make the image upright: mirror horizontally, then vertically, then swap the axes."""
 EXIF = ("exif", "Raw profile type exif")
 """Keys of the EXIF data in Pillow's `info`; the second is that of PNG files by ImageMagick"""
+PNG_EXIF = (b"eXIf", b"Raw profile type exif")
+"""Bytes in every PNG file that has EXIF data"""
 EXIF_MARK = b"Exif\0\0"
 SEARCHED = 2**16
 """Bytes at the start of a JPEG file to search for EXIF_MARK; the block that begins with it is no longer than this."""
@@ -272,18 +274,22 @@ class Turned(Stored):
         return np.ascontiguousarray(pixels.swapaxes(0, 1) if self.swapped else pixels)
 
 
-def orientation_of(image: Image.Image) -> Any:
-    """Return the orientation in the EXIF data; None without it. Pillow alone would also read it from XMP."""
-    if image.format == "PNG" and EXIF[0] not in image.info:
+def exif_of(image: Image.Image, encoded: bytes) -> Image.Exif:
+    """Return the EXIF data of an image; empty without it. Pillow alone would also read orientations from XMP."""
+    if image.format == "PNG" and EXIF[0] not in image.info and any(mark in encoded for mark in PNG_EXIF):
         image.load()  # the EXIF data may come after the pixels
     without_xmp = Image.new("1", (1, 1))
     without_xmp.info = {key: image.info[key] for key in EXIF if key in image.info}
-    return without_xmp.getexif().get(ORIENTATION)
+    return without_xmp.getexif()
 
 
 TRANSPARENT = "transparent"
 GREY = "grey"
 DEEP = "16 bits and more"
+
+
+Facts = Mapping[str, str | float]
+"""Words for properties of an image -> their values"""
 
 
 class Header(NamedTuple):
@@ -297,6 +303,12 @@ class Header(NamedTuple):
     """Whether its EXIF data says that it is to be turned"""
     format: str = ""
     """Name of the format, such as JPEG; '' if unknown"""
+    encoding: Facts = {}  # noqa: RUF012 - it is never changed
+    """How the file was written: colours, JPEG tables and the like; empty if unknown, or if the model reads bands"""
+    camera: Facts = {}  # noqa: RUF012
+    """What the EXIF data says of the camera and the date; empty as `encoding`"""
+    bytes: int = 0
+    """Size of the file; 0 if unknown"""
 
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
@@ -314,11 +326,32 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             refuse_large(BYTES_PER_PIXEL * image.width * image.height, data.MAX_IMAGE_BYTES)
             mode = _unusual_mode(image, data.IMAGE_CHANNELS)
-            turned = orientation_of(image) in TURNS
+            exif = exif_of(image, encoded)
+            turned = exif.get(ORIENTATION) in TURNS
             # MPO files are of cameras: JPEG with a preview.
-            return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
+            image_format = "JPEG" if image.format == "MPO" else image.format or ""
+            encoding = _encoding_of(image)
+            return Header(mode, image.size, turned, image_format, encoding, _camera_of(exif), len(encoded))
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header(mode="", size=(0, 0))
+
+
+def _encoding_of(image: Image.Image) -> Facts:
+    """Return how the program that wrote the file encoded the pixels."""
+    tables: Mapping[int, Sequence[int]] = getattr(image, "quantization", {})  # the first is that of lightness
+    return {
+        "colours": GREY if image.mode in ("L", "1") else image.mode,
+        "JPEG table's sum": float(sum(tables.get(0, ()))),
+        "DPI": str(image.info.get("dpi", "none")),
+        "progressive": "yes" if image.info.get("progressive") else "no",
+    }
+
+
+def _camera_of(tags: Image.Exif) -> Facts:
+    """Return what the EXIF data says of the camera and the date of a photograph."""
+    date = tags.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal, "none")
+    camera = f"{tags.get(ExifTags.Base.Make, '')} {tags.get(ExifTags.Base.Model, '')}"
+    return {"EXIF entries": float(len(tags)), "camera": camera.strip() or "none", "day": str(date)[:10]}
 
 
 def _unusual_mode(image: Image.Image, channels: int) -> str:
@@ -397,7 +430,7 @@ def _upright(stored: Stored, encoded: bytes) -> Stored:
     else:
         return stored
     # PIL always rotates TIFF files itself.
-    orientation = None if image.format == "TIFF" else orientation_of(image)
+    orientation = None if image.format == "TIFF" else exif_of(image, encoded).get(ORIENTATION)
     if isinstance(orientation, int) and orientation in TURNS:
         return Turned(stored, orientation)
     return stored

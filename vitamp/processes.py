@@ -77,6 +77,19 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Loaded, (tuple(self),)
 
+    def explain(self, image: Any, label: int | None = None) -> np.ndarray:
+        """Show where the model looks: an array of the image's height x width, 1 where the class needs the image most.
+
+        image: an image of Pillow, the path of an image, or an array, as `predict` takes them
+        label: number of the class; None: the most probable one
+
+        It is 0 where nothing speaks for the class. It shows what moves the score, not why. The model computes in this
+        process, without flags of predict.py.
+        """
+        from vitamp.explain import explained
+
+        return explained(self.model, self.transform, image, label)
+
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
         """Predict the classes of images as predict.py does, with its flags (topk=3, device="cuda").
 

@@ -68,3 +68,10 @@ class Resized:
             edges = [left, top, missing_width - left, missing_height - top]
             pixels = functional.pad(pixels, edges, fill=list(self.border))
         return functional.center_crop(pixels, [target_height, target_width])
+
+    def undone(self, maps: Tensor, width: int, height: int) -> Tensor:
+        """Fit maps of the model's size (K x H x W) to an image of `width` x `height`; what was cropped away is 0."""
+        resized_width, resized_height = resized_size(self.mode, self.size, self.crop_pct, width, height)
+        # center_crop adds zeros where its result is larger, so it also undoes itself.
+        uncropped = functional.center_crop(maps, [resized_height, resized_width])
+        return functional.resize(uncropped, [height, width], antialias=True)

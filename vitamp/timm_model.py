@@ -47,6 +47,8 @@ class Origin:
     """Divide the logits by it for calibrated probabilities (`evaluate -calibrate`); 1 without a calibration."""
     thresholds: list[float] | None
     """With several labels per image: the lowest probability (sigmoid) at which each class is predicted."""
+    several_labels: bool
+    """Whether an image may have several labels, or none: probabilities are sigmoids of the logits."""
 
 
 def load_model(path: Path, weights: str) -> Loaded:
@@ -85,6 +87,7 @@ def load_model(path: Path, weights: str) -> Loaded:
         classes=chosen.classes,
         temperature=temperature,
         thresholds=chosen.thresholds,
+        several_labels=bool(chosen.meta["settings"].get("DATA.MULTI_LABEL")),
     )
     return Loaded((model.eval(), transform))
 

@@ -13,8 +13,10 @@ import numpy as np
 from datasets.base import Samples
 from datasets.decoding import Header
 from datasets.examine.names import companions_of, series_of
+from datasets.examine.trust import Doubt
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from utils.config.data import DataConfig
+from utils.statistics.proportions import Interval
 
 FEW = 5
 """Training images below which a class is called tiny"""
@@ -64,10 +66,9 @@ LARGE = Kind("much_larger", f"at least {TIMES_LARGER} times as large as most oth
 TURNED = Kind(
     "to_be_turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
 )
-SOURCES = Kind(
-    "of_another_source",
-    "properties (format, colours, size) that tell classes or splits apart, perhaps of another source",
-)
+SHORTCUTS = Kind("shortcuts", "classes told nearly without mistakes by the file, without its picture", defect=True)
+LESSER_SHORTCUTS = Kind("perhaps_shortcuts", "classes told without the picture, some with mistakes, or perhaps rightly")
+SOURCES = Kind("of_another_source", "properties (format, colours, size) that a split lacks, perhaps of another source")
 NEAR_DUPLICATES = Kind("nearly_duplicate", "nearly the same within a split")
 FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")
 
@@ -172,6 +173,28 @@ class Copies:
 
 
 @dataclass
+class Shortcut(Doubt):
+    """Properties that tell classes apart without the picture."""
+
+    properties: str = ""
+    """Name of their group"""
+    of_file: bool = True
+    """Whether they are of the file alone; else they may be what the images show, or do no harm"""
+    nearly_all: bool = False
+    """Whether they are of the file alone, and tell nearly all images of a class from nearly all others"""
+    classes: dict[str, float] = field(default_factory=dict)
+    """Class that they tell -> percent of its images that are recognised; the clearest class first"""
+    top1: float = 0.0
+    """Percent of training images whose class a small classifier tells by these properties, in folds"""
+    in_validation: bool = False
+    """Whether they tell the clearest class in the validation split, too"""
+    validation_top1: float | None = None
+    """Percent of validation images whose class the classifier tells; None if none were looked at"""
+    validation_interval: Interval | None = None
+    """The 95 % interval of that"""
+
+
+@dataclass
 class Findings:
     """All findings about a data set. The fields are the keys of data.json; dictionaries are by title of the split."""
 
@@ -201,6 +224,8 @@ class Findings:
     """Median of the images' shorter sides, in pixels"""
     turned: int = 0
     """Number of images to be turned by their EXIF data"""
+    shortcuts: list[Shortcut] = field(default_factory=list)
+    """Properties of the files that tell classes apart"""
 
     def __post_init__(self) -> None:
         # These are no fields, so data.json lacks them.

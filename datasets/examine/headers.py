@@ -1,10 +1,10 @@
-"""Findings from the headers of images: odd formats, colours and sizes, and those that tell classes or splits apart."""
+"""Findings from the headers of images: odd formats, colours and sizes, and those that a split lacks."""
 
 import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from datasets.examine.findings import (
     Split,
 )
 from utils.config.data import DataConfig
-from utils.text import some_of
 from vitamp.sizes import sides
 
 HEADER_SECONDS = 1.0
@@ -40,22 +39,21 @@ MEASURED = 100
 RARE = 100
 """A format is rare, and a large image odd, if at most one of so many images is like that"""
 AT_LEAST = 20
-"""Fewest images of a format, colour mode or size for which classes and splits are compared"""
+"""Fewest images of a format, colour mode or size for which splits are compared"""
 MOST_KEPT = 0.6
 """Largest fraction of an image that a validation crop may keep for a remark on the crop"""
 
 
-def look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
-    """Add findings from the headers of training images, in random order, of as many as DATA.CHECK allows."""
-    count = len(train)
+def look_at_headers(title: str, samples: Samples, data: DataConfig) -> list[Image]:
+    """Read the headers of images of a split, in random order, of as many as DATA.CHECK allows."""
+    count = len(samples)
     seconds = float("inf")
     if data.CHECK == "quick":
         count = min(LOOKED_AT, count)
         seconds = HEADER_SECONDS
     end = time.monotonic() + seconds
-    split = Split("training", train)
-    images = [Image(split, index, Scan(header)) for index, header in until(end, _headers(train, count, data))]
-    add_headers(findings, images, data)
+    split = Split(title, samples)
+    return [Image(split, index, Scan(header)) for index, header in until(end, _headers(samples, count, data))]
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:
@@ -127,106 +125,32 @@ def _notes_on_header(
         yield TURNED, size
 
 
-def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -> None:
-    """Add a note on each format, colour mode or size that tells classes apart, or that a split lacks.
+def add_sources(findings: Findings, images: Iterable[Image]) -> None:
+    """Add a note on each format, colour mode or size that a split lacks: images with it are perhaps of another source.
 
-    Such images are perhaps from another camera or website, and a model may learn that instead of the class.
+    `shortcuts.py` finds those that tell classes apart.
     """
-    usual_mode = "grey" if data.IMAGE_CHANNELS == 1 else "RGB"
     properties: dict[str, Callable[[Header], str]] = {
         "format": lambda header: header.format,
-        "colours": lambda header: header.mode or usual_mode,
+        "colours": lambda header: str(header.encoding["colours"]),
         "size": lambda header: "{} x {}".format(*header.size),
     }
-    images = [image for image in images if image.header.format]  # it is unknown of arrays and bands
-    class_sizes = Counter(image.label for image in images)
+    images = [image for image in images if image.header.encoding]  # it is unknown of arrays and bands
     split_sizes = Counter(image.split.title for image in images)
+    notes = findings.by_kind[SOURCES]
     for property_name, value_of in properties.items():
-        by_value = defaultdict[str, list[Image]](list)
+        by_value = defaultdict[str, Counter[str]](Counter)
         for image in images:
-            by_value[value_of(image.header)].append(image)
-        notes = _notes_on_values(by_value, class_sizes, split_sizes)
-        findings.by_kind[SOURCES] += [f"{property_name} {note}" for note in notes]
-
-
-def _notes_on_values(
-    by_value: Mapping[str, Sequence[Image]], class_sizes: Counter[str], split_sizes: Counter[str]
-) -> Iterator[str]:
-    """Yield a note on each value of a property that tells classes or splits apart, the rarest value first.
-
-    `by_value` has the images of each value. `class_sizes` and `split_sizes` count the images of all values.
-    """
-    total = class_sizes.total()
-    noted = list[set[str]]()
-    for value, images in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
-        number = len(images)
-        if number < AT_LEAST:
-            continue
-        counts = Counter(image.label for image in images)
-        common = 2 * number > total
-
-        # Two values that divide the images need one note: what one class has, the other classes lack.
-        classes = _classes_told_apart(counts, class_sizes, common)
-        if classes and classes not in noted:
-            noted += [classes, class_sizes.keys() - classes]
-            yield f"{value}: {_counts_in_words(classes, counts, class_sizes)}; a model may go by it"
-
-        splits = {image.split.title for image in images}
-        for title, split_size in split_sizes.items():
-            expected = number * split_size / total
-            if expected >= FEW and title not in splits and not common:
-                yield f"{value}: none of {number:,} images in {title}, where chance puts {expected:.0f}"
-
-
-def _classes_told_apart(counts: Counter[str], class_sizes: Counter[str], common: bool) -> set[str]:
-    """Return the classes that a property tells from the others; empty if it tells none.
-
-    `counts` are the images of each class that have the property, `class_sizes` all images of each class. `common` means
-    that more than half of all images have it.
-    """
-    number = counts.total()
-    total = class_sizes.total()
-
-    # A rare property tells one class apart if nearly all images with it, but at most half of those without, are of it.
-    top_class, top_count = counts.most_common(1)[0]
-    if not common:
-        top_class_without = (class_sizes[top_class] - top_count) / (total - number)
-        if top_count >= 0.9 * number and top_class_without <= 0.5:
-            return {top_class}
-
-    # Otherwise, nearly all images of some classes have it, and nearly none of the other classes.
-    classes = {label for label in counts if 2 * counts[label] > class_sizes[label]}
-    inside = _sum_of(class_sizes, classes)
-    outside = total - inside
-    if min(inside, outside) < AT_LEAST or total < AT_LEAST * len(class_sizes):  # few images may be alike by chance
-        return set()
-    inside_with = _sum_of(counts, classes)
-    outside_with = number - inside_with
-    clear = inside_with >= 0.9 * inside and outside_with <= 0.1 * outside
-    return classes if clear else set()
-
-
-def _counts_in_words(classes: set[str], counts: Counter[str], class_sizes: Counter[str]) -> str:
-    """Say how many images of these classes and of the others have a property; parameters as `_classes_told_apart`.
-
-    The classes that are named are these or the others, whichever are fewer.
-    """
-    others = class_sizes.keys() - classes
-    named = classes
-    unnamed = others
-    if len(classes) > len(others):
-        named = others
-        unnamed = classes
-    named_with = _sum_of(counts, named)
-    named_images = _sum_of(class_sizes, named)
-    amount = "all" if named_with == named_images else f"{named_with:,} of"
-    names = some_of(sorted(named))
-    unnamed_text = f"{_sum_of(counts, unnamed):,} of {_sum_of(class_sizes, unnamed):,} of the other classes"
-    return f"{amount} {named_images:,} images of {names}, {unnamed_text}"
-
-
-def _sum_of(counts: Counter[str], names: Iterable[str]) -> int:
-    return sum(counts[name] for name in names)
+            by_value[value_of(image.header)][image.split.title] += 1
+        for value, counts in sorted(by_value.items(), key=lambda item: (item[1].total(), item[0])):
+            number = counts.total()
+            if number < AT_LEAST or 2 * number > len(images):
+                continue
+            for title, split_size in split_sizes.items():
+                expected = number * split_size / len(images)
+                if expected >= FEW and not counts[title]:
+                    note = f"none of {number:,} images in {title}, where chance puts {expected:.0f}"
+                    notes.append(f"{property_name} {value}: {note}")
 
 
 def remark_on_crop(headers: Iterable[Header], data: DataConfig) -> str:

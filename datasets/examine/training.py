@@ -13,7 +13,8 @@ from datasets.base import ImageDataset, Samples
 from datasets.decoding import DEEP, TRANSPARENT
 from datasets.examine.copies import QUICK_SECONDS, find_copies
 from datasets.examine.findings import TURNED, Findings
-from datasets.examine.headers import look_at_headers
+from datasets.examine.headers import add_headers, look_at_headers
+from datasets.examine.shortcuts import find_shortcuts
 from datasets.registry import comes_unsplit, open_test
 from utils.cli import parse
 from utils.config import Config
@@ -28,6 +29,8 @@ from vitamp.sizes import sides
 
 REDUCED = 2.5
 """Ratio of an image's shorter side to the model's for which a note says that details are lost"""
+PIXEL_SECONDS = 0.4
+"""Longest time of making thumbnails of a split with DATA.CHECK quick"""
 UNEQUAL = 5
 """Ratio of the largest class to the smallest for which the classes are called unequal"""
 
@@ -53,7 +56,13 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
             findings.copies_in_test["training"] = find_copies(train, test, seconds)
             findings.copies_in_test["validation"] = find_copies(validation, test, seconds)
     if train.stored != "pixels":
-        look_at_headers(findings, train, data)
+        images = look_at_headers("training", train, data)
+        add_headers(findings, images, data)
+        findings.shortcuts = find_shortcuts(
+            images,
+            lambda: look_at_headers("validation", validation, data),
+            PIXEL_SECONDS if data.CHECK == "quick" else float("inf"),
+        )
     return findings
 
 
@@ -122,6 +131,8 @@ def notes_of(findings: Findings, config: Config, command: str) -> list[str]:
     notes += _notes_on_unequal_classes(findings, config)
     notes += _notes_on_storage(findings, config.DATA, command)
     notes += _notes_on_search(findings, command)
+    if not any(shortcut.of_file for shortcut in findings.shortcuts):
+        notes += _line_on_shortcuts(findings, command)
     return notes
 
 
@@ -241,6 +252,19 @@ def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
             yield f"Searched for copies in both splits: {only}; `{command}` compares all"
 
 
+def _line_on_shortcuts(findings: Findings, command: str) -> Iterator[str]:
+    """Yield a line on all shortcuts together, if there are any. `command` as in `notes_of`."""
+    told = []
+    for shortcut in findings.shortcuts:
+        name, recall = next(iter(shortcut.classes.items()))
+        told.append(f"{name} by {shortcut.properties} ({recall:.0f} %)")
+    if told:
+        line = f"Recognised without the picture, of {findings.looked_at:,} training images looked at: {'; '.join(told)}"
+        if any(shortcut.in_validation and shortcut.of_file for shortcut in findings.shortcuts):
+            line += ". Validation has the same, so its accuracy cannot tell what a model knows of the pictures"
+        yield f"{line}. `{command}` says more (docs/data.md)"
+
+
 def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
     """Yield a warning for each finding that makes validation metrics wrong, with the remedy.
 
@@ -260,6 +284,10 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
     if unvalidated and (not warns_itself or data.EXCLUDE or comes_unsplit(data)):
         count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
         yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
+
+    if any(shortcut.of_file for shortcut in findings.shortcuts):
+        for line in _line_on_shortcuts(findings, command):
+            yield f"{line}."
 
     for split, original_split, copies in findings.pairs():
         if not copies.examples:

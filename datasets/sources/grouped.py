@@ -137,15 +137,7 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
     if len(names) < len(fractions):
         raise UserError(f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {too_few}; groups stay whole.")
 
-    # One row per group: the number of its images, then the number of its images of each class.
-    several_labels = labels.ndim == 2
-    classes = labels.shape[1] if several_labels else int(labels.max()) + 1
-    counts = np.zeros((len(names), 1 + classes))
-    np.add.at(counts[:, 0], group_of, 1)
-    if several_labels:
-        np.add.at(counts[:, 1:], group_of, labels)
-    else:
-        np.add.at(counts, (group_of, 1 + labels), 1)
+    counts = images_by_group(labels, group_of)
 
     # The largest groups come first, those of one size in a random order. The size is the number of images and labels.
     shuffled_groups = generator_of(data.SPLIT_SEED, purpose).permutation(len(names))
@@ -164,6 +156,22 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
             "since groups are not divided."
         )
     return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+
+
+def images_by_group(labels: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """Count the images of each group: a row per group, the number of all, then that of each class.
+
+    `labels`: of each image, or a row of zeros and ones. `group_of`: number of each image's group.
+    """
+    several_labels = labels.ndim == 2
+    classes = labels.shape[1] if several_labels else int(labels.max()) + 1
+    counts = np.zeros((int(group_of.max()) + 1, 1 + classes))
+    np.add.at(counts[:, 0], group_of, 1)
+    if several_labels:
+        np.add.at(counts[:, 1:], group_of, labels)
+    else:
+        np.add.at(counts, (group_of, 1 + labels), 1)
+    return counts
 
 
 def subsets_of_groups(counts: np.ndarray, fractions: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -101,9 +101,11 @@ class Reporter:
 
         # The log.
         time_left = "" if left is None else f", Left: {clock(left)}"
+        has_scaling = reading.scale != 1.0 or reading.skipped > 0
+        scaling = f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, " if has_scaling else ""
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
-            f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
+            f"{scaling}Mem: {perf.peak_memory_gb:.2f}GB, "
             f"Time: {clock(perf.seconds)}{time_left}{perf.words()}"
         )
         health += "".join(f", {figure.words}" for figure in figures.values())

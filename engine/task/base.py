@@ -30,6 +30,8 @@ class Metrics:
     _: KW_ONLY
     thresholds: tuple[float, ...] = ()
     """With several labels, after a validation: the probability from which on each class is predicted."""
+    trivial: tuple[str, ...] = ()
+    """Names of metrics that can have only one value, such as top-5 of three classes; log lines leave them out."""
     more: Mapping[str, float] = field(default_factory=dict)
     """Metrics that only some runs ask for, by name"""
     predictions: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -40,7 +42,7 @@ class Metrics:
 
         Fields that every task has, such as top-1, are None where the task does not measure them.
         """
-        not_single_values = ("thresholds", "more", "predictions")
+        not_single_values = ("thresholds", "trivial", "more", "predictions")
         measured = {name: value for name, value in vars(self).items() if name not in not_single_values}
         of_every_task: dict[str, float | None] = dict.fromkeys(OF_EVERY_TASK)
         return of_every_task | measured | dict(self.more)  # `more` has metrics of its own by name
@@ -59,7 +61,9 @@ class Metrics:
     def summary(self, phase: str) -> str:
         """Write the metrics for the log line of a whole epoch or validation. `phase`: Train or Validation."""
         values = [f"{phase} Loss: {self.loss:.4f}"]
-        values += [f"{phase} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown]
+        values += [
+            f"{phase} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown if name not in self.trivial
+        ]
         return ", ".join(values)
 
     def after_time(self) -> str:

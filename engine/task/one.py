@@ -66,7 +66,7 @@ class OneLabel(Task):
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Means:
         top1, top5 = counts
-        return Means(loss, 100 * top1 / samples, 100 * top5 / samples)
+        return Means(loss, 100 * top1 / samples, 100 * top5 / samples, trivial=_trivial(self.classes))
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         return torch.stack([logits.log_softmax(-1) for logits in outputs]).logsumexp(0) - math.log(len(outputs))
@@ -131,8 +131,14 @@ class _Accuracy(Tally):
             acc5=100 * top5 / self._samples,
             balanced_acc=100 * counts.balanced_accuracy(),
             macro_f1=100 * counts.macro_f1(),
+            trivial=_trivial(len(counts.right)),
             predictions={"guess": guesses.astype(smallest_type), "in_top5": in_top5.astype(np.uint8)},
         )
+
+
+def _trivial(classes: int) -> tuple[str, ...]:
+    """Return the metrics that say nothing with so many classes: the top 5 of five are all of them."""
+    return ("acc5",) if classes <= 5 else ()
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

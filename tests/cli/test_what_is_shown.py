@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Vitamp, metrics
+from tests.program import ROOT, Vitamp, metrics, save_image
 from tests.terminal import on_terminal
 
 TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
-HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, " + TIMES
+HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Mem: \d+\.\d\dGB, " + TIMES
 PADDLEVIT = (
     r"Epoch\[001/001\], Step\[00(10|20|30|40|44)/0044\], Lr: \d\.\d{6}e-\d\d, "
     r"Loss: \d+\.\d{4} \(\d+\.\d{4}\), Avg Acc: \d+\.\d{4}, " + HEALTH
@@ -81,6 +81,28 @@ def test_first_update_and_the_loss_of_a_part_of_an_epoch_are_logged(vitamp: Vita
     assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [1]
     assert done.out.count("Step[0001/0044]") == done.out.count("Step[") == 1
     assert re.search(r"----- Epoch\[001/002\], Train Loss: [\d.]+, Train Acc: [\d.]+, Train Acc@5: ", done.out)
+
+
+def test_lines_leave_out_what_can_have_only_one_value(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """The top 5 of three classes are all of them, and fp32 has no loss scale; metrics.jsonl keeps both."""
+    for split, name, number in ((s, n, k) for s in ("train", "val") for n in "abc" for k in range(4)):
+        save_image(tmp_path / "images" / split / name / f"{number}.jpg", seed=number)
+    words = (
+        "-dataset",
+        "imagefolder",
+        "-data_path",
+        tmp_path / "images",
+        "MODEL.NUM_CLASSES=3",
+        "-batch_size",
+        4,
+        "DATA.IMAGE_CHANNELS=3",
+    )
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, "TRAIN.NUM_EPOCHS=1", code=0)
+    assert "Validation Acc@1: " in done.out
+    assert not [word for word in ("Acc@5", "Scale: ", "Skipped: ") if word in done.out]
+    assert metrics(tmp_path / "run", "val")[0]["acc5"] == 100
+    line = metrics(tmp_path / "run", "train")[0]
+    assert (line["scale"], line["skipped"]) == (1, 0)
 
 
 def test_list_models_prints_timm_names(vitamp: Vitamp) -> None:

@@ -40,7 +40,7 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
     for one in (logits, logits / found):
         confidence = one.double().softmax(1).max(1).values
         errors.append(calibration(confidence, guess == labels)[0])
-        expected = Chance.of(confidence)
+        expected = Chance.of(confidence, guess == labels)
         assert (errors[-1] > expected.percentile_95) is (one is logits)
         beyond = "may be chance: " if errors[1:] else "is more than chance explains: "
         assert beyond in expected.words(errors[-1])
@@ -55,11 +55,25 @@ def test_chance_covers_the_errors_of_calibrated_models() -> None:
         probabilities = (2 * torch.randn(150, 2, generator=generator)).double().softmax(1)
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         confidence, guess = probabilities.max(1)
-        error, expected = calibration(confidence, guess == labels)[0], Chance.of(confidence)
+        right = guess == labels
+        error, expected = calibration(confidence, right)[0], Chance.of(confidence, right)
         below.append(error <= expected.percentile_95)
         means.append(error - expected.mean)
     assert 0.9 < np.mean(below) < 0.99
     assert np.mean(means) == pytest.approx(0, abs=0.3)
+
+
+def test_chance_counts_the_groups_of_images() -> None:
+    """Five pictures of each thing, all right or all wrong, are as many draws as there are things."""
+    generator = torch.Generator().manual_seed(4)
+    confidence = torch.rand(80, generator=generator).double().repeat_interleave(5)
+    right = torch.rand(80, generator=generator).repeat_interleave(5) < confidence
+    things = [f"thing {number // 5}" for number in range(400)]
+    single = Chance.of(confidence, right)
+    assert Chance.of(confidence, right, [f"{number}" for number in range(400)]) == single
+    assert Chance.of(confidence, right, things).mean == pytest.approx(5**0.5 * single.mean, rel=0.1)
+    independent = torch.rand(400, generator=generator) < confidence
+    assert Chance.of(confidence, independent, things).mean < 1.3 * single.mean
 
 
 def test_fit_without_a_minimum_is_refused() -> None:

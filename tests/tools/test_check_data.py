@@ -189,18 +189,22 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     for number in range(12):
         save_image(tree / "val/bee" / f"more{number}.jpg", 2000 + number)
     done, found = check(tree)
-    said = "properties (format, colours, size) that tell classes or splits apart, perhaps of another source: 2\n"
-    assert f"note: {said}" in done.out
-    assert found["notes"]["of_another_source"] == [
-        "colours grey: 20 of 30 images of ant, 0 of 32 of the other classes; a model may go by it",
-        "colours grey: none of 20 images in validation, where chance puts 6",
-    ]
+    said = "note: properties (format, colours, size) that a split lacks, perhaps of another source: 1\n"
+    assert said in done.out
+    assert found["notes"]["of_another_source"] == ["colours grey: none of 20 images in validation, where chance puts 6"]
+    (told,) = found["notes"]["perhaps_shortcuts"]
+    expected = r"colours (grey: 20 of 28 images of ant, 0 of 16|RGB: 8 of 28 images of ant, 16 of 16) others"
+    assert re.search(expected, told)
+    assert told.startswith("ant: 71 % of 28 training images are recognised by format, colour mode and JPEG settings")
+    assert "note: classes told without the picture, some with mistakes, or perhaps rightly: 1\n" in done.out
 
 
 def test_a_format_of_few_images_is_not_compared_with_classes(check: Check, tree: Path) -> None:
     for number in range(5):
         save_image(tree / "train/ant" / f"{number}.png", 3000 + number)
-    assert check(tree)[1]["notes"]["of_another_source"] == []
+    notes = check(tree)[1]["notes"]
+    assert notes["of_another_source"] == []
+    assert "perhaps_shortcuts" not in notes
 
 
 def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: Path) -> None:
@@ -208,8 +212,14 @@ def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: 
         size = (36 + number % 7, 40) if number % 4 == 0 else (48, 40)
         name = "ant" if number % 4 == 0 else CLASSES[1 + number % 2]
         save_image(tmp_path / "data" / name / f"{number}.png", number, size=size)
-    found = check(tmp_path / "data")[1]["notes"]["of_another_source"]
-    assert found == ["size 48 x 40: 0 of 24 images of ant, 72 of 72 of the other classes; a model may go by it"]
+    done, found = check(tmp_path / "data", code=1)
+    told = found["defects"]["shortcuts"][0]
+    assert re.search(r"^ant: 100 % of 2\d training images are recognised by size and shape alone", told)
+    assert re.search(r"size 48 x 40: 0 of 2\d images of ant, (\d+) of \1 others", told)
+    assert "DEFECT: classes told nearly without mistakes by the file, without its picture: " in done.out
+    shortcut = found["shortcuts"][0]
+    assert told.startswith(shortcut["sentence"])
+    assert shortcut["kind"] == "shortcut"
 
 
 def test_images_of_equal_pixels_in_other_bytes_are_copies(check: Check, tree: Path, tmp_path: Path) -> None:
@@ -481,6 +491,45 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     shutil.copy(out / "groups.csv", root)
     split, _ = check(root / "groups.csv", *words, "DATA.GROUP=group", dataset="csv")
     assert "No image looks" in split.out
+
+
+def test_a_new_split_keeps_images_of_one_thing_in_one_part(
+    check: Check, weights: tuple[object, ...], vitamp: Vitamp, tmp_path: Path
+) -> None:
+    """Copies, near copies, edited copies and groups are in one of three parts, of about the sizes asked for."""
+    root, table = tmp_path / "data", tmp_path / "new.csv"
+    write_photographs(root, range(60))
+    for number in range(0, 30, 3):
+        shutil.copy(root / f"ant/{number}.png", root / f"ant/copy{number}.png")
+        edit(root / f"ant/{number}.png", root / f"ant/blurred{number}.png", blurred)
+    (root / "ant/broken.png").write_bytes(b"no image")
+
+    def parts(*words: object) -> tuple[str, dict[str, str]]:
+        done, _ = check(root, "-split", table, "-overwrite", *words, code=1)
+        rows = list(csv.DictReader(table.read_text().splitlines()))
+        assert all(row["path"].partition("/")[0] == row["target"] for row in rows)
+        return done.text, {row["path"]: row["split"] for row in rows}
+
+    said, part_of = parts("-parts", "60,20,20")
+    assert "1 image cannot be read" in said
+    assert len(part_of) == 80
+    assert "Copies and near copies, in 70 groups, of which the largest has 2 images" in said
+    assert all(part_of[f"ant/{number}.png"] == part_of[f"ant/copy{number}.png"] for number in range(0, 30, 3))
+    sizes = Counter(part_of.values())
+    wanted_sizes = {"train": 48, "val": 16, "test": 16}
+    assert all(abs(sizes[part] - wanted) <= 2 for part, wanted in wanted_sizes.items()), sizes
+    (root / "ant/broken.png").unlink()
+    by_looks, part_of = parts(*weights)
+    assert "images that look as alike as edited copies, in 60 groups" in by_looks
+    assert all(part_of[f"ant/{number}.png"] == part_of[f"ant/blurred{number}.png"] for number in range(0, 30, 3))
+    by_name, part_of = parts("DATA.GROUP=/[a-z]*([0-9])")
+    assert "Groups (DATA.GROUP /[a-z]*([0-9])) and copies and near copies, in 10 groups" in by_name
+    assert len({(re.sub("[a-z/]*", "", path)[0], part) for path, part in part_of.items()}) == 10
+    checked, _ = check(root, dataset=f"csv:{table}", code=1)
+    assert "Test split: " in checked.out
+    assert "in two splits" not in checked.out
+    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,40", script=SCRIPT, code=2)
+    assert "-parts 60,40: takes three numbers above 0" in wrong.err
 
 
 def test_training_says_unasked_that_copies_are_edited(

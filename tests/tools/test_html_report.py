@@ -209,12 +209,24 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     parts = ["Predictions", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
     assert re.findall("<h2>(.*?)</h2>", seen.html) == parts
     wrong = round(360 * (1 - best / 100))
-    assert len(seen.named("figure")) == min(12, wrong)
+    mistakes = [figure for figure in seen.named("figure") if "title" in figure]
+    assert len(mistakes) == min(12, wrong)
+    alts = [image["alt"] for image in seen.named("img")]
+    assert sum(alt.startswith("map of where the model looks for ") for alt in alts) == len(mistakes)
+    assert sum(alt.startswith("mean map of ") for alt in alts) > 1
     guesses = [float(percent) for percent in re.findall(r"predicted \S+ \(([\d.]+)\s%\)", seen.text)]
     assert len(guesses) > 1
     assert guesses == sorted(guesses, reverse=True), "the most confident first"
     in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "predicted as" in a.get("title", "")]
     assert sum(in_matrix) == 360
+
+
+def test_maps_are_left_out_without_time(digits_run: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluations, "SECONDS_OF_MAPS", -1)
+    seen = page(digits_run, predictions=True)
+    assert seen.named("img")
+    assert not [image for image in seen.named("img") if "map of " in image["alt"]]
+    assert "Where the model looks" not in seen.text
 
 
 def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_path: Path, vitamp: Vitamp) -> None:
@@ -231,7 +243,8 @@ def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_pa
     width, height = Image.open(io.BytesIO(content)).size  # enlarged, so that a click shows more
     assert 2 * width == 3 * height, "not the square that the model sees"
     assert all(Path(link["href"].removeprefix("file://")).is_file() for link in seen.named("a"))
-    assert len(seen.named("a")) == len(seen.named("img"))
+    photographs = [image for image in seen.named("img") if image["alt"].startswith("Image ")]
+    assert len(seen.named("a")) == len(photographs)
     table, config = tmp_path / "all.csv", tmp_path / "run" / "config.yaml"
     table.touch()
     config.write_text(config.read_text().replace("imagefolder", "csv").replace(f"{tmp_path / 'data'}", f"{table}"))
@@ -431,6 +444,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     images: Any = SimpleNamespace(sample_labels=lambda: None, groups=list)
     monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
     monkeypatch.setattr(evaluations, "pictured", lambda *_: {})
+    monkeypatch.setattr(evaluations, "_mapped", lambda *_: "")
 
     def remarks(guesses: str) -> list[str]:
         logits = torch.eye(3)[["abc".index(letter) for letter in guesses]]

@@ -126,6 +126,16 @@ def test_predict_names_the_labels_that_reach_their_thresholds(tool: Tool, run: P
     assert all(len(row["guesses"]) <= 1 for row in predicted(tool, run, "-topk", 1))
 
 
+def test_predict_explains_each_predicted_label(tool: Tool, run: Path, tmp_path: Path) -> None:
+    words = (run, "-part", "val", "-threshold", 0.4, "-format", "jsonl", "-explain", tmp_path / "maps")
+    rows = [json.loads(line) for line in tool("predict", *words).out.splitlines()]
+    expected = set()
+    for number, row in enumerate(rows, start=1):
+        expected |= {f"{number:02}_{Path(row['image']).stem}_{guess['class']}.jpg" for guess in row["guesses"]}
+    assert {file.name for file in (tmp_path / "maps").iterdir()} == expected
+    assert len(expected) > len(rows)
+
+
 def test_features_have_all_labels_of_an_image(tool: Tool, run: Path, tmp_path: Path) -> None:
     known = truth(61, seed=1)
     tool("predict", run, "-part", "val", "-features", tmp_path / "val.npz")

@@ -214,6 +214,9 @@ def test_bad_command_lines_are_refused(
         ((digits_run, image, "-cfg", "x.yaml"), "-cfg"),
         ((digits_run, image, "-features", "x.txt"), "name a file that ends in .npz, such as x.npz"),
         ((digits_run, image, "-features", tmp_path / "x.npz", "-topk", 2), "-topk: does not go with -features"),
+        ((digits_run, image, "-features", tmp_path / "x.npz", "-explain", "x"), "-explain: does not go with -features"),
+        ((digits_run, image, "-explain", digits), "is not empty; name another folder, or give -overwrite"),
+        ((digits_run, "-serve", "-explain", tmp_path / "x"), "-serve: does not go with -explain"),
         ((moved, "-part", "val"), "/gone does not exist. predict.py cannot change where the run's data is: name the"),
         ((moved, image, "-device", "mps"), "this machine has no mps device"),
         ((digits_run, image, "-pool", "mean"), "-pool mean: chooses the features that -features FILE writes"),
@@ -280,6 +283,8 @@ def test_tokens_without_a_broken_image(say: Say, digits_run: Path, digits: Path,
 
 def test_features_of_a_model_that_learned_without_labels(say: Say, unlabelled_run: Path, tmp_path: Path) -> None:
     """All patches are seen, and images without labels get none."""
+    done = say(unlabelled_run, "-part", "all", "-explain", tmp_path / "maps", code=2)
+    assert "learned without labels and has no classes yet" in done.err
     out = tmp_path / "f.npz"
     say(unlabelled_run, "-part", "all", "-features", out, "-pool", "patches", code=0)
     found = np.load(out)

@@ -5,7 +5,7 @@ import io
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -117,21 +117,37 @@ class Images:
         given_groups = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
         if given_groups:
             _, groups = np.unique(given_groups, return_inverse=True)
+        return joined_groups(groups, chain([self.near_pairs().T], self.pairs_alike()))
 
-        # Pairs of possible copies, in blocks of two rows: the numbers of the one images, and those of the others.
-        blocks = [self.near_pairs().T]
-        for first in range(0, count, AT_ONCE):
+    def pairs_alike(self) -> Iterator[np.ndarray]:
+        """Yield pairs of images that are as similar as edited copies, in blocks of two rows."""
+        for first in range(0, len(self.features), AT_ONCE):
             is_alike = self.features[first : first + AT_ONCE] @ self.features.T >= self.similarity_of_copies
             row, other = np.nonzero(is_alike)
-            blocks.append(np.stack([first + row, other]))
+            yield np.stack([first + row, other])
 
-        # Each pair links the groups of its two images. Groups that are linked, also by way of others, become one.
-        for image, other in blocks:
-            links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
-            _, joined_group_of = connected_components(links, directed=False)
-            groups = joined_group_of[groups]
-        _, consecutive_numbers = np.unique(groups, return_inverse=True)
-        return consecutive_numbers
+
+def joined_groups(groups: np.ndarray, pairs: Iterable[np.ndarray]) -> np.ndarray:
+    """Join the groups of two images wherever these are a pair; return the number of each image's group, from 0.
+
+    `pairs`: blocks of two rows, the numbers of the one images, and those of the others.
+    """
+    count = len(groups)
+    # Each pair links the groups of its two images. Groups that are linked, also by way of others, become one.
+    for image, other in pairs:
+        links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
+        _, joined_group_of = connected_components(links, directed=False)
+        groups = joined_group_of[groups]
+    _, consecutive_numbers = np.unique(groups, return_inverse=True)
+    return consecutive_numbers
+
+
+def is_chain(largest: int, images: int) -> bool:
+    """Whether a group is too large for images of one thing: each looks like the next, not like all.
+
+    `largest`: the size of the group. `images`: the number of all images.
+    """
+    return largest > max(MANY, images / MANY)  # 10 images, or a tenth of all
 
 
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
@@ -204,8 +220,7 @@ def _write_groups(images: Images, table: Path) -> None:
     """
     groups = images.groups()
     largest = int(np.bincount(groups).max())
-    largest_allowed = max(MANY, len(groups) / MANY)  # 10 images, or a tenth of all
-    if largest > largest_allowed:
+    if is_chain(largest, len(groups)):
         log.info(
             "No table is written. It would put images that look alike into one group, which a split does not divide. "
             "Here one group would have %s of %s images: each looks like the next, though the first need not look like "

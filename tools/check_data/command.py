@@ -17,8 +17,9 @@ torchrun, srun or mpirun share the work.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,18 @@ if TYPE_CHECKING:
     from utils.config import Config
     from utils.config.data import DataConfig
 
+
+def fractions(text: str) -> tuple[float, ...]:
+    """Convert the value of -parts, three shares, to fractions of 1."""
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 < share < math.inf for share in shares):
+        raise ValueError("takes three numbers above 0, the shares of training, validation and test, such as 70,15,15")
+    return tuple(share / sum(shares) for share in shares)
+
+
 OWN = (
     Flag(
         "fix",
@@ -55,6 +68,20 @@ OWN = (
         "look like one of another split, such as mirrored or turned copies, and a table to split by looks",
         "DIR",
         kind=Path,
+    ),
+    Flag(
+        "split",
+        "write a table that divides all images anew, with groups (DATA.GROUP) and copies in one part; with weights, "
+        "also images that look like edited copies",
+        "FILE",
+    ),
+    Flag(
+        "parts",
+        "-split: shares of training, validation and test",
+        "A,B,C",
+        default=(0.7, 0.15, 0.15),
+        default_text="70,15,15",
+        kind=fractions,
     ),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
@@ -71,6 +98,10 @@ class Asked(NamedTuple):
     """File for all findings"""
     alike: Path | None
     """Folder for the page of images that look alike"""
+    split: Path | None
+    """File for a table with a new split"""
+    fractions: tuple[float, ...]
+    """Fractions of the images for its parts"""
     near: bool
     """Whether the list to exclude has nearly equal images too"""
 
@@ -81,8 +112,11 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     exclude_file = line.file("fix")
     json_file = line.file("json")
-    if exclude_file is not None and exclude_file == json_file:
-        raise UserError(f"-fix and -json both name {exclude_file}; give each its own file.")
+    split_file = line.file("split", ".csv")
+    flags_of_files = {"-fix": exclude_file, "-json": json_file, "-split": split_file}
+    for (flag, file), (other_flag, other_file) in combinations(flags_of_files.items(), 2):
+        if file is not None and file == other_file:
+            raise UserError(f"{flag} and {other_flag} both name {file}; give each its own file.")
     alike_folder = line.asked.alike
     if alike_folder is not None:
         alike_folder = results_folder(alike_folder)
@@ -92,7 +126,18 @@ def main(argv: list[str]) -> int:
             raise UserError("-alike compares images by a model's features: give -model NAME -pretrained FILE.")
         if alike_folder is not None and config.DATA.RELABEL:
             raise UserError("DATA.RELABEL: -alike compares all images; leave the table out.")
-        return _check(config, Asked(exclude_file, json_file, alike_folder, line.asked.near), world)
+        return _check(
+            config,
+            Asked(
+                fix=exclude_file,
+                json=json_file,
+                alike=alike_folder,
+                split=split_file,
+                fractions=line.asked.parts,
+                near=line.asked.near,
+            ),
+            world,
+        )
 
 
 def _check(config: Config, asked: Asked, world: World) -> int:
@@ -130,6 +175,10 @@ def _check(config: Config, asked: Asked, world: World) -> int:
             other_defects = "no other defects" if findings.clean else "there are others"
             result = f"Defects: {counted(possible_copies, 'image')} may be copies; {other_defects}."
     in_rare_format = findings.by_kind[UNLIKE]
+    if asked.split is not None:
+        from tools.check_data.new_split import write_split
+
+        write_split(config, splits, asked.fractions, asked.split)
     if in_rare_format:
         result += f" Look at {counted(len(in_rare_format), 'image')} in another format: perhaps placeholders."
     if test_is_unread:

@@ -12,9 +12,11 @@ from datasets.examine.findings import (
     FEW,
     FLAT_IMAGES,
     LABELS,
+    LESSER_SHORTCUTS,
     NEAR_CONFLICTS,
     NEAR_DUPLICATES,
     NEAR_OVERLAP,
+    SHORTCUTS,
     TINY,
     UNREADABLE,
     UNVALIDATED,
@@ -23,6 +25,7 @@ from datasets.examine.findings import (
     Split,
 )
 from datasets.examine.headers import add_headers, add_sources
+from datasets.examine.shortcuts import find_shortcuts
 from tools.check_data.near import near_pairs
 from tools.check_data.scan import thumbnails_of
 from utils.config.data import DataConfig
@@ -47,7 +50,12 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
     for image in images:
         _add_defects(findings, image, num_classes)
     add_headers(findings, images, data)
-    add_sources(findings, images, data)
+    add_sources(findings, images)
+    validation = [image for image in images if image.split.title == "validation"]
+    findings.shortcuts = find_shortcuts(list(splits[0].images()), lambda: validation)
+    for shortcut in findings.shortcuts:
+        kind = SHORTCUTS if shortcut.nearly_all else LESSER_SHORTCUTS
+        findings.by_kind[kind].append(f"{shortcut.sentence}. {shortcut.advice}.")
     add_copies(findings, images)
     _add_near(findings, splits)
     return findings

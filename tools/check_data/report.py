@@ -4,6 +4,7 @@ import datetime
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from datasets.base import name_prefix
@@ -122,6 +123,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
     kinds = {"defects": findings.of_kinds(defects=True), "notes": findings.of_kinds(defects=False)}
     for key, by_kind in kinds.items():
         content[key] = {kind.name: list(map(_finding_as_json, of_kind)) for kind, of_kind in by_kind.items()}
+    content["shortcuts"] = list(map(asdict, findings.shortcuts))
     return content
 
 

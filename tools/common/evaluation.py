@@ -34,7 +34,7 @@ from utils.log import log
 from utils.record.history import plain
 from utils.record.run_folder import FOLDS
 from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
-from utils.statistics.groups import effective_images, variance_inflation
+from utils.statistics.groups import design_effect, effective_images, variance_inflation
 from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
@@ -164,7 +164,8 @@ class Bin(NamedTuple):
 class Chance(NamedTuple):
     """Calibration error (ECE) in percent that perfectly calibrated models have on as many images by chance.
 
-    Their labels are drawn by their probabilities.
+    Their labels are drawn by their probabilities. Images of a group (DATA.GROUP) are right and wrong together as often
+    as those of the model are, so there are fewer independent ones, and chance gives more.
     """
 
     images: int
@@ -172,12 +173,39 @@ class Chance(NamedTuple):
     percentile_95: float
 
     @classmethod
-    def of(cls, confidence: Tensor) -> Chance:
-        """Simulate models that are as confident on each image. `confidence`: 0 to 1, one per image."""
+    def of(cls, confidence: Tensor, right: Tensor, groups: Sequence[str] = ()) -> Chance:
+        """Simulate models that are as confident on each image.
+
+        `confidence`: 0 to 1, one per image. `right`: whether the model is right there. `groups`: those of the images.
+        """
+        images = len(confidence)
         generator = torch.Generator().manual_seed(0)
-        draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
-        errors = torch.tensor([calibration(confidence, right)[0] for right in draws], dtype=torch.float64)
-        return cls(len(confidence), float(errors.mean()), float(errors.quantile(0.95)))
+
+        def drawn() -> Tensor:
+            return torch.rand(images, generator=generator)
+
+        # Images of a group share one draw if both are chosen to share. The fraction of pairs that do is set so that
+        # the design effect of the simulated errors is that of the model's.
+        group_of_image = torch.arange(images)
+        shared_pairs = 0.0
+        if len(set(groups)) not in (0, images):
+            group_of_image = torch.from_numpy(np.unique(groups, return_inverse=True)[1])
+
+            def design_effect_of(is_right: Tensor) -> float:
+                return design_effect((is_right.double() - confidence.nan_to_num()).numpy(), groups)[0]
+
+            if_all_share = [design_effect_of(drawn()[group_of_image] < confidence) for _ in range(DRAWS)]
+            shared_pairs = min(1.0, (design_effect_of(right) - 1) / (sum(if_all_share) / DRAWS - 1))
+
+        errors = list[float]()
+        for _ in range(DRAWS):
+            draw = drawn()
+            if shared_pairs > 0:
+                shares = drawn() < math.sqrt(shared_pairs)
+                draw = drawn()[group_of_image].where(shares, draw)
+            errors.append(calibration(confidence, draw < confidence)[0])
+        by_chance = torch.tensor(errors, dtype=torch.float64)
+        return cls(images, float(by_chance.mean()), float(by_chance.quantile(0.95)))
 
     def words(self, ece: float) -> str:
         """Say whether the calibration error `ece` is beyond chance; '' if it is NaN."""
@@ -289,7 +317,7 @@ class OneLabel(Evaluation):
     @cached_property
     def chance(self) -> Chance:
         """Calibration error that chance alone gives on these images."""
-        return Chance.of(self.rows.confidence)
+        return Chance.of(self.rows.confidence, self.rows.label == self.rows.guess, self.groups)
 
     @property
     def largest_class_percent(self) -> float:

@@ -84,7 +84,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
     def measure(temperatures: Tensor | float) -> OneLabel:
         scaled = logits.double() / temperatures
-        return OneLabel.of(trained, zip(scaled.split(AT_ONCE), labels.split(AT_ONCE), strict=True))
+        return OneLabel.of(trained, zip(scaled.split(AT_ONCE), labels.split(AT_ONCE), strict=True), groups)
 
     before = measure(1.0)
     after = measure(temperature)

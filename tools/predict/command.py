@@ -5,6 +5,7 @@
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     python scripts/predict.py runs/flowers -part test -out found.csv
     python scripts/predict.py runs/a runs/b runs/c photos/
+    python scripts/predict.py runs/flowers photos/ -explain maps
     python scripts/predict.py runs/flowers photos/ -features photos.npz
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
     python scripts/predict.py runs/flowers -serve
@@ -13,6 +14,9 @@ The model is a run (its best checkpoint), a checkpoint, or weights written by sc
 after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs,
 .csv tables with paths, or `-` for a list of files on stdin; or with -part a split of the run's data. They are prepared
 exactly as in the run's validation. Results keep the order of the images and are written batch by batch.
+
+-explain DIR also writes a picture of each image on which those places are coloured that the model's first class needs:
+without them, its score falls. It computes each image 50 times.
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
@@ -32,14 +36,14 @@ import contextlib
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tools.common import command_line
-from tools.common.output_file import if_interrupted, writing
+from tools.common.output_file import check_output_folder, if_interrupted, writing
 from tools.common.ranks import ranks_of_launcher
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -51,9 +55,9 @@ from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
 if TYPE_CHECKING:
-    from datasets import ImageDataset
+    from datasets import Batch, ImageDataset
     from engine.trained.model import Trained
-    from tools.predict.images import ClassChooser
+    from tools.predict.images import ClassChooser, Guess
 
 FORMATS = ("table", "csv", "json", "jsonl")
 DEVICES = ("cpu", "cuda", "mps")
@@ -77,6 +81,7 @@ OWN = (
     Flag("serve", "answer each line of standard input, a JSON list of images, with a line of JSON"),
     Flag("features", "write the features of the images, in place of their classes", "FILE.npz", kind=Path),
     replace(command_line.POOL, about=f"-features: {command_line.POOL.about}"),
+    Flag("explain", "for each image, write a picture with a map of where the model looks", "DIR", kind=Path),
     replace(command_line.PART, about="predict the images of this split of the run's data", default_text="none"),
     command_line.OVERWRITE,
     command_line.WEIGHTS,
@@ -92,7 +97,7 @@ PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=command_line.model_at),
     Positional("images", "IMAGE", "file, folder, glob, .csv table, or - for a list on stdin", "*"),
 )
-OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
+OF_CLASSES = ("topk", "threshold", "format", "out", "explain", "tta", "no_calibration")
 """Own flags about classes, which -features does not write"""
 TOOL = command_line.Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
@@ -114,7 +119,7 @@ def _predict(asked: Namespace, world: World) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained, name_of, together
-    from tools.predict.images import FORMS, ClassChooser, predict_images, serve, write_features
+    from tools.predict.images import FORMS, ClassChooser, predict_images, serve, with_maps, write_features
 
     load = partial(
         load_trained,
@@ -140,6 +145,10 @@ def _predict(asked: Namespace, world: World) -> int:
     if world.first:
         _print_models(asked.models, trained, choose)
 
+    def guesses_of(batch: Batch) -> Iterable[list[Guess] | None]:
+        rows = choose(trained.logits(batch.images))
+        return with_maps(rows, batch, trained, paths, asked) if asked.explain else rows
+
     write_rows = FORMS[asked.format or _format_of(asked.out)]
     shows_rows = asked.out is None and sys.stdout.isatty()
     failed = list[str]()
@@ -147,7 +156,7 @@ def _predict(asked: Namespace, world: World) -> int:
         trained,
         dataset,
         paths,
-        results=lambda batch: choose(trained.logits(batch.images)),
+        results=guesses_of,
         asked=asked,
         progress=world.first and sys.stderr.isatty() and not shows_rows,
         failed=failed,
@@ -206,7 +215,7 @@ def _check(line: command_line.ToolLine) -> None:
             asked.models.append(Path(asked.images.pop(0)))
     if asked.serve:
         why = "-serve: does not go with -{}; standard input names the images."
-        line.refuse(("part", "features", "format", "out"), why)
+        line.refuse(("part", "features", "format", "out", "explain"), why)
         if asked.images:
             raise UserError(f"-serve: standard input names the images; leave {asked.images[0]} out.")
     elif asked.part and asked.images:
@@ -214,6 +223,8 @@ def _check(line: command_line.ToolLine) -> None:
     elif not asked.part and not asked.images:
         raise UserError("IMAGE is missing: name files or folders, or a split of the run's data with -part test.")
     asked.out = line.file("out")
+    if asked.explain is not None:
+        asked.explain = check_output_folder(asked.explain, "-explain", ("pictures",), fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: no such run, checkpoint or file; the model comes before the images.")
     if asked.features is None:

@@ -5,6 +5,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from datasets.loading.order import whole_batches
 from datasets.sources.csv_table import images_in_table
 from datasets.sources.files import OF_SEVERAL, SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
+from tools.common.maps import laid_over, trained_maps
 from tools.common.output_file import writing
 from tools.common.ranks import gather
 from tools.common.tables import shown
@@ -36,6 +38,10 @@ from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import check_pool
 
+NOT_IN_NAMES = r"[^\w.,()+-]+"
+"""Characters of image and class that the names of pictures do not have"""
+LONGEST_NAME = 80
+"""Characters of the name of a picture, each of up to three bytes of the 255 that file systems allow"""
 TOP = 5
 """Classes per image without -topk"""
 
@@ -185,6 +191,30 @@ class ClassChooser:
             row = [Guess(label, self._trained.name_of(label), probability) for label, probability in pairs]
             rows.append(row if is_finite else None)
         return rows
+
+
+def with_maps(
+    rows: Sequence[list[Guess] | None], batch: Batch, trained: Trained, paths: Sequence[str], asked: Namespace
+) -> Iterator[list[Guess] | None]:
+    """Yield the guesses of a batch, after writing a picture of each image with the map of where the model looks.
+
+    With one label per image, the map is of the first guess, else there is a picture for each guess. `paths`: names of
+    all images. A picture's name is the number and the name of the image, and the class.
+    """
+    asked.explain.mkdir(exist_ok=True)
+    digits = len(str(len(paths)))
+    batch_size = asked.batch_size or trained.config.DATA.val_batch
+    for pixels, index, row in zip(batch.images, batch.indices.tolist(), rows, strict=True):
+        was_read = index != PADDING
+        if was_read and row:
+            explained = row[:1] if trained.task.kind == ONE_LABEL else row
+            maps = trained_maps(trained, pixels, [guess.label for guess in explained], batch_size)
+            for guess, one_map in zip(explained, maps, strict=True):
+                name = f"{index + 1:0{digits}}_{Path(paths[int(index)]).stem}_{guess.name}"
+                file = asked.explain / f"{re.sub(NOT_IN_NAMES, '_', name)[:LONGEST_NAME]}.jpg"
+                with writing(asked.explain, "-explain"):
+                    laid_over(pixels, one_map).save(file)
+        yield row
 
 
 def find_images(words: list[str], data: DataConfig) -> list[str]:

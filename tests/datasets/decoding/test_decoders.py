@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from datasets import check_dataset
 from datasets.base import Box
-from datasets.decoding import JpegStored, decoder_of_jpeg
+from datasets.decoding import JpegStored, decoder_of_jpeg, header_of
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import settings
 from tests.datasets.pictures import encoded, picture, square
@@ -96,6 +96,21 @@ def with_xmp(kind: str, made: Image.Exif | None) -> bytes:
         text.add_itxt("XML:com.adobe.xmp", XMP)
         return encoded(image, kind, pnginfo=text, **how)
     return encoded(image, kind, xmp=XMP.encode(), **how)
+
+
+def test_headers_of_png_files_need_no_pixels() -> None:
+    """But for EXIF data behind them."""
+    whole = encoded(picture(40, 30), "PNG", exif=exif(6))
+    begin = whole.index(b"eXIf") - 4
+    end = begin + 12 + int.from_bytes(whole[begin : begin + 4], "big")
+    chunk = whole[begin:end]
+    behind = whole[:begin] + whole[end:-12] + chunk + whole[-12:]
+    for file in (whole, behind):
+        header = header_of(file, settings())
+        assert header.turned
+        assert header.camera["camera"] == "A maker"
+    cut_off = encoded(picture(40, 30), "PNG")[:200]
+    assert header_of(cut_off, settings()).size == (40, 30)
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])

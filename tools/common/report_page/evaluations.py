@@ -5,6 +5,7 @@ An evaluation is a dictionary of what its template shows. Its `predicted` is not
 
 import base64
 import io
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -23,6 +24,7 @@ from engine.evaluation.start import gain_over_probe, probe_is_best
 from engine.report.outcome import flatters, of_groups, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
+from tools.common.maps import laid_over, trained_maps
 from tools.common.report_page.charts import Reliability
 from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
@@ -47,6 +49,13 @@ MOST_MISTAKES = 12
 NOTABLE_IMAGES = 2
 NOTABLE_PERCENT = 5.0
 """Percent of the images of its class"""
+MOST_MEAN_MAPS = 12
+MAPPED = 10
+"""Most images in a mean map"""
+LEAST_MAPPED = 5
+"""Least images in a mean map"""
+SECONDS_OF_MAPS = 30
+"""After this time, no more images are mapped for the mean maps; the same for mistakes or examples"""
 MOST_EXAMPLES = 12
 """Most example images with several labels"""
 MOST_WRONG = 9
@@ -172,6 +181,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         "pairs": pairs,
         "reliability": Reliability(evaluation.bins, evaluation.ece, about_error),
         "mistakes": _mistakes(trained, dataset, evaluation, wrong),
+        "mean_maps": _mean_maps(trained, dataset, guesses, [row["label"] for row in classes]),
         "wrong": len(wrong),
     }
 
@@ -223,10 +233,12 @@ def _frequent_mistakes(pairs: Sequence[Shown]) -> str:
 def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wrong: torch.Tensor) -> list[Shown]:
     """Return the most confident mistakes with their pictures. `wrong`: indices of the images with a wrong guess."""
     rows = evaluation.rows
+    end = time.monotonic() + SECONDS_OF_MAPS
     most_confident = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)]
     return [
         {
             **pictured(dataset, index, trained.config.DATA),
+            "map": _mapped(trained, dataset, [index], int(rows.guess[index]), end),
             "true": trained.name_of(int(rows.label[index])),
             "guess": trained.name_of(int(rows.guess[index])),
             "confidence": 100 * float(rows.confidence[index]),
@@ -234,6 +246,40 @@ def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wro
         }
         for index in most_confident[:MOST_MISTAKES].tolist()
     ]
+
+
+def _mean_maps(trained: Trained, dataset: ImageDataset, guesses: torch.Tensor, labels: Sequence[int]) -> list[Shown]:
+    """Return for each class the mean map of some images that are predicted as it, over their mean picture.
+
+    `labels`: of the classes, the most important first. Classes that few images are predicted as are left out.
+    """
+    mean_maps = []
+    end = time.monotonic() + SECONDS_OF_MAPS
+    for label in labels:
+        indices = (guesses == label).nonzero()[:, 0]
+        if len(indices) < LEAST_MAPPED or len(mean_maps) == MOST_MEAN_MAPS:
+            continue
+        chosen = indices[torch.linspace(0, len(indices) - 1, MAPPED).long().unique()].tolist()
+        shown_map = _mapped(trained, dataset, chosen, label, end)
+        if not shown_map:
+            break
+        mean_maps.append({"name": trained.name_of(label), "images": len(chosen), "map": shown_map})
+    return mean_maps
+
+
+def _mapped(trained: Trained, dataset: ImageDataset, indices: Sequence[int], label: int, end: float) -> str:
+    """Return the mean map of some images for a class, over their mean picture, as a data: URI; '' without time.
+
+    `end`: time from which on no image is mapped, as of time.monotonic().
+    """
+    images = dataset.__getitems__([(0, index) for index in indices]).images
+    maps = []
+    for pixels in images:
+        if time.monotonic() > end:
+            return ""
+        maps.append(trained_maps(trained, pixels, [label], trained.config.DATA.val_batch))
+    mean_picture = images.float().mean(0).to(images.dtype)
+    return data_uri(laid_over(mean_picture, torch.cat(maps).mean(0)), 2 * THUMBNAIL)
 
 
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
@@ -308,6 +354,7 @@ def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels
     most_wrong = max(MOST_WRONG, MOST_EXAMPLES - right_images)
     chosen = order[: min(wrong_images, most_wrong)] + order[wrong_images:]
 
+    end = time.monotonic() + SECONDS_OF_MAPS
     examples = []
     for index in chosen[:MOST_EXAMPLES]:
         labels = []
@@ -316,7 +363,8 @@ def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels
             if not predicted[index, label]:
                 kind = "missed"
             probability = 100 * float(probabilities[index, label])
-            labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability})
+            one_map = _mapped(trained, dataset, [index], label, end)
+            labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability, "map": one_map})
         examples.append({**pictured(dataset, index, trained.config.DATA), "labels": labels})
     return examples, wrong_images
 

@@ -1,0 +1,394 @@
+"""Search for shortcuts: properties of the files, such as their size, that tell the class without the picture.
+
+A model learns whatever separates the classes of its training images. If each class is of a source of its own, it may
+learn the source; then its accuracy is another on new images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import PurePath
+from typing import NamedTuple
+
+import numpy as np
+import PIL.Image
+
+from datasets.decoding import Facts
+from datasets.examine.copies import until
+from datasets.examine.findings import Image, Shortcut
+from utils.statistics.differences import CONFIDENCE
+from utils.statistics.groups import effective_images
+from utils.statistics.proportions import Interval, Z, newcombe, wilson
+from utils.text import some_of
+
+FOLDS = 5
+FEWEST = 10
+"""Images of a class that are needed to say whether it is told; smaller classes are others"""
+LEAF = 5
+"""Fewest images from which the classifier learns a rule"""
+MOST_WORDS = 100
+"""Values of a property, such as sizes or cameras, that the classifier can tell one by one"""
+MOST_CLASSES = 100
+"""Classes that are examined, the largest; the time grows with their number"""
+MOST = 10_000
+"""Images from which the classifiers learn. More would take longer, and hardly narrow an interval."""
+# How many percentage points more of a class than of the others must be taken for it, at the interval's lower end
+CLEAR = 20.0
+CLEAR_WITH_CAVEAT = 60.0
+"""For properties that may be right, such as the colour, in which most classes differ a little"""
+NEARLY_ALL = 80.0
+"""For a defect"""
+MOST_NAMED = 3
+"""Classes that a sentence names, and images that are named as examples"""
+SIDE = 32
+"""Pixels along each side of a thumbnail"""
+EDGE = 2
+CORNER = 4
+"""Sides of the edges and corners of a thumbnail that are looked at"""
+
+
+def _size(image: Image) -> Facts:
+    wide, high = image.header.size
+    return {"size": f"{wide} x {high}", "width": wide, "height": high, "width to height": wide / high}
+
+
+def _encoding(image: Image) -> Facts:
+    return {"format": image.header.format, **image.header.encoding}
+
+
+def _bytes(image: Image) -> Facts:
+    return {"bytes per pixel": image.header.bytes / math.prod(image.header.size)}
+
+
+def _camera(image: Image) -> Facts:
+    return image.header.camera
+
+
+def _name(image: Image) -> Facts:
+    """Return the name of the file with # for each number, without words from the names of the classes."""
+    words = _words_of(tuple(image.split.class_names))
+    pattern = re.sub(r"\d+", "#", words.sub("", PurePath(image.name).stem))
+    return {"name": pattern, "length of name": len(pattern)}
+
+
+@cache
+def _words_of(class_names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of the words of class names, without the s of plurals; it matches nothing if there are none."""
+    words = {word.rstrip("s") for word in re.findall(r"[^\W\d_]{3,}", " ".join(class_names).lower())}
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(longest_first) or "(?!)", re.IGNORECASE)
+
+
+def _pixels(image: Image) -> np.ndarray:
+    """Return the thumbnail: channels x SIDE x SIDE."""
+    return np.frombuffer(image.scan.thumbnail, np.uint8).reshape(-1, SIDE, SIDE)
+
+
+EDGES = (("upper", "upper left"), ("right", "upper right"), ("lower", "lower right"), ("left", "lower left"))
+"""An edge, and the corner with which it begins, clockwise; each a quarter turn from the one before"""
+
+
+def _frame(image: Image) -> Facts:
+    lightness = _pixels(image).mean(0)
+    facts = dict[str, float]()
+    for quarter_turns, (edge, corner) in enumerate(EDGES):
+        turned = np.rot90(lightness, quarter_turns)
+        for name, pixels in ((f"{edge} edge", turned[:EDGE]), (f"{corner} corner", turned[:CORNER, :CORNER])):
+            facts[f"lightness of {name}"] = float(pixels.mean())
+            facts[f"contrast of {name}"] = float(pixels.std())
+    return facts
+
+
+def _detail(image: Image) -> Facts:
+    pixels = _pixels(image).astype(np.float32)
+    return {"contrast": float(pixels.std()), "detail": float(np.abs(np.diff(pixels)).mean())}
+
+
+def _colour(image: Image) -> Facts:
+    means = _pixels(image).mean((1, 2))
+    red, green, blue = np.resize(means, 3).tolist()  # one channel is repeated
+    return {"lightness": float(means.mean()), "red less green": red - green, "blue less green": blue - green}
+
+
+class Group(NamedTuple):
+    """Properties of an image that may tell its class together."""
+
+    name: str
+    properties: Callable[[Image], Facts]
+    """Reads the properties of one image"""
+    advice: str
+    caveat: str = ""
+    """Why an accuracy may be true all the same. With it, only a large difference is reported, and it is no defect."""
+    explanation: Callable[[Image], Facts] | None = None
+    """Reads properties of the picture that may be the cause. The caveat is SHOWN if they tell classes too, or if too
+    few thumbnails say whether they do."""
+    of_pixels: bool = False
+    """Whether `properties` needs a thumbnail"""
+
+    @property
+    def clear(self) -> float:
+        """Percentage points of `gain` from which the group tells a class."""
+        return CLEAR_WITH_CAVEAT if self.caveat else CLEAR
+
+
+NAMES = "A model cannot see names; they may contain the class, or the images may be of different sources"
+SHOWN = "This may be what the images show"
+TEST = "Test with images of another source, or train with images of each class from each source"
+CUT = f"Cut or resize all images alike. {TEST}"
+ENCODE = f"Encode all images alike, best from originals of one kind. {TEST}"
+FRAME = f"Look at the edges; cut off borders, bars and markers. {TEST}"
+GROUPS = (
+    Group("size and shape", _size, CUT),
+    Group("format, colour mode and JPEG settings", _encoding, ENCODE),
+    Group("bytes per pixel", _bytes, ENCODE, explanation=_detail),
+    Group("camera and date (EXIF)", _camera, TEST),
+    Group("file names without numbers", _name, TEST, NAMES),
+    Group("edges and corners", _frame, FRAME, SHOWN, of_pixels=True),
+    Group("lightness and mean colour", _colour, TEST, SHOWN, of_pixels=True),
+)
+
+
+class _Labelled:
+    """Images with the numbers of their classes. Images of other classes than these have the last number."""
+
+    def __init__(self, images: Sequence[Image], classes: Sequence[str]) -> None:
+        self.images = images
+        self.classes = classes
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.labels = np.array([numbers.get(image.label, len(classes)) for image in images], int)
+        groups = list[str]()
+        for image in images:
+            names = image.split.samples.groups
+            groups.append(names[image.index_in_split] if names else str(image.index_in_split))
+        self.groups = np.unique(groups, return_inverse=True)[1]
+
+    def percent(self, chosen: np.ndarray, among: np.ndarray) -> tuple[float, float]:
+        """Return how many percent of the images `among` are `chosen`, and the effective number of these images."""
+        values = chosen[among]
+        return 100 * float(values.mean()), effective_images(values, self.groups[among])
+
+    def gain(self, number: int, guesses: np.ndarray, z: float = Z) -> Interval:
+        """Return how many percentage points more images of a class than others are taken for it.
+
+        `guesses` is the class for which each image is taken. `z` is the normal quantile of the interval.
+        """
+        inside = self.labels == number
+        if not 0 < inside.sum() < len(inside):
+            return Interval(-100.0, 100.0)
+        percent, count = self.percent(guesses == number, inside)
+        percent_of_others, count_of_others = self.percent(guesses == number, ~inside)
+        return newcombe((percent, percent_of_others), (count, count_of_others), z)
+
+    def top1(self, probabilities: np.ndarray) -> tuple[float, Interval]:
+        """Return the percentage of images whose class is the most probable one, with its 95 % interval."""
+        right = (probabilities.argmax(1) == self.labels) & (self.labels < len(self.classes))
+        percent, count = self.percent(right, np.ones(len(right), bool))
+        return percent, wilson(percent, count)
+
+
+def find_shortcuts(
+    training: Sequence[Image], open_validation: Callable[[], Sequence[Image]], seconds: float = 0.0
+) -> list[Shortcut]:
+    """Find the properties of training images that tell their classes.
+
+    `open_validation` returns the validation images. It is called only if there are such properties. In at most so many
+    `seconds`, thumbnails of training images without one are made, and again of validation images.
+    """
+    chosen = np.random.default_rng(0).permutation(len(training))[:MOST]
+    images = [training[index] for index in np.sort(chosen).tolist()]
+    if not images or images[0].split.samples.labels.ndim > 1 or not _large_classes(images):
+        return []
+    images = with_thumbnails(images, seconds)
+
+    # With this quantile, the chance of any false claim is at most 5 %.
+    comparisons = len(GROUPS) * len(_large_classes(images))
+    z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / comparisons)
+    validation: Sequence[Image] | None = None
+    shortcuts = []
+    for group in GROUPS:
+        search = _Search(group, images, z)
+        if search.told and group.explanation is not None:
+            explanation = group._replace(properties=group.explanation, of_pixels=True)
+            explained = _Search(explanation, images, z)
+            if explained.told or not explained.images.classes:
+                search = _Search(group._replace(caveat=SHOWN), images, z)
+        if search.told:
+            if validation is None:
+                validation = with_thumbnails(open_validation(), seconds)
+            shortcuts.append(search.shortcut(validation))
+    return shortcuts
+
+
+def with_thumbnails(images: Sequence[Image], seconds: float) -> list[Image]:
+    """Make thumbnails of images that have none, of as many as so many seconds allow."""
+    result = list(images)
+    for index in until(time.monotonic() + seconds, range(len(images))):
+        image = images[index]
+        if image.scan.thumbnail or not image.header.bytes:
+            continue
+        # A damaged image can raise anything, and Pillow warns of images that it can read.
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            opened = PIL.Image.open(io.BytesIO(bytes(image.split.samples.read(image.index_in_split))))
+            opened.draft("RGB", (2 * SIDE, 2 * SIDE))
+            pixels = np.asarray(opened.convert("RGB").resize((SIDE, SIDE), PIL.Image.Resampling.BILINEAR))
+            result[index] = image._replace(scan=image.scan._replace(thumbnail=pixels.transpose(2, 0, 1).tobytes()))
+    return result
+
+
+def _usable(images: Sequence[Image], group: Group) -> list[Image]:
+    """Return the images whose header, and thumbnail if the group needs it, could be read."""
+    return [image for image in images if image.header.bytes and (image.scan.thumbnail or not group.of_pixels)]
+
+
+def _large_classes(images: Sequence[Image]) -> list[str]:
+    """Return the classes with enough images to say whether they are told, if there are as many others."""
+    counts = Counter(image.label for image in images).most_common(MOST_CLASSES)
+    return [name for name, count in counts if FEWEST <= count <= len(images) - FEWEST]
+
+
+class _Search:
+    """Search for the classes that a group of properties tells, by a decision tree.
+
+    Each training image is judged by a tree that learned neither from it nor from its group (DATA.GROUP). An image is
+    taken for the class whose probability grows by the largest factor, so that large classes have no advantage.
+    """
+
+    def __init__(self, group: Group, images: Sequence[Image], z: float) -> None:
+        """`images`: those of training. `z`: as in `_Labelled.gain`."""
+        self.group = group
+        usable = _usable(images, group)
+        self.images = _Labelled(usable, _large_classes(usable))
+        self.told = list[int]()
+        """Numbers of the classes that are told, the clearest first"""
+        if self.images.classes and self._learn():
+            gains = [self.images.gain(number, self.guesses, z).low for number in range(len(self.images.classes))]
+            self.told = [number for number in np.argsort(gains)[::-1].tolist() if gains[number] >= group.clear]
+
+    def _learn(self) -> bool:
+        """Predict each image by a tree of other images. Returns False if all are alike, or groups are too few."""
+        from sklearn.feature_extraction import DictVectorizer
+        from sklearn.model_selection import GroupKFold, cross_val_predict
+        from sklearn.tree import DecisionTreeClassifier
+
+        # Each word, such as the name of a camera, becomes a column, if enough images have it.
+        self.columns = DictVectorizer()
+        table = self.columns.fit_transform(map(self.group.properties, self.images.images))
+        labels = self.images.labels
+        groups = self.images.groups
+        frequent = np.flatnonzero(np.bincount(table.indices) >= max(LEAF, len(labels) / MOST_WORDS))
+        self.columns.restrict(frequent, indices=True)
+        self.table = table[:, frequent].toarray()
+        if (self.table == self.table[0]).all() or groups.max() < FOLDS:
+            return False
+
+        tree = DecisionTreeClassifier(min_samples_leaf=LEAF, random_state=0)
+        folds = GroupKFold(FOLDS)
+        with warnings.catch_warnings(action="ignore"):  # of classes that are not in every fold
+            predicted = cross_val_predict(tree, self.table, labels, groups=groups, cv=folds, method="predict_proba")
+        self.probabilities = np.asarray(predicted)
+        self.tree = tree.fit(self.table, labels)
+        self.frequencies = np.bincount(labels) / len(labels)
+        self.guesses = self._guesses(self.probabilities)
+        return True
+
+    def _guesses(self, probabilities: np.ndarray) -> np.ndarray:
+        """Return the class for which each image is taken."""
+        return (probabilities / self.frequencies).argmax(1)
+
+    def shortcut(self, validation: Sequence[Image]) -> Shortcut:
+        """Describe what the properties tell, also of validation images."""
+        images = self.images
+        of_file = not self.group.caveat
+        clearest = self.told[0]
+        name = images.classes[clearest]
+        inside = images.labels == clearest
+        recalls = dict[str, float]()
+        for number in self.told:
+            recalls[images.classes[number]], _ = images.percent(self.guesses == number, images.labels == number)
+        low, high = wilson(*images.percent(self.guesses == clearest, inside))
+        mistaken, _ = images.percent(self.guesses == clearest, ~inside)
+        top1, interval = images.top1(self.probabilities)
+        sentences = [
+            f"{name}: {recalls[name]:.0f} % of {inside.sum():,} training images are recognised by {self.group.name} "
+            f"alone ({low:.0f} to {high:.0f} %), for which {mistaken:.0f} % of others are mistaken; "
+            f"{self._largest_difference(inside, name)}"
+        ]
+        others = [f"{other} {recall:.0f} %" for other, recall in recalls.items() if other != name]
+        if others and self.frequencies.size > 2:
+            sentences.append(f"Also recognised: {some_of(others, MOST_NAMED)}")
+        sentences.append(
+            f"In all, {top1:.1f} % of {len(inside):,} training images ({interval.words()}; guessing: "
+            f"{100 * self.frequencies.max():.1f} %)"
+        )
+        shortcut = Shortcut(
+            kind="shortcut",
+            sentence="",
+            advice=self.group.advice,
+            images=[images.images[index].name for index in np.flatnonzero(inside)[:MOST_NAMED].tolist()],
+            properties=self.group.name,
+            of_file=of_file,
+            nearly_all=of_file and images.gain(clearest, self.guesses).low >= NEARLY_ALL,
+            classes=recalls,
+            top1=top1,
+        )
+        usable = _usable(validation, self.group)
+        if usable:
+            sentences.append(self._judge_validation(shortcut, _Labelled(usable, images.classes)))
+        if self.group.caveat:
+            sentences.append(self.group.caveat)
+        shortcut.sentence = ". ".join(sentences)
+        return shortcut
+
+    def _judge_validation(self, shortcut: Shortcut, validation: _Labelled) -> str:
+        """Add to the shortcut what it tells of validation images, and return a sentence on it."""
+        table = self.columns.transform(map(self.group.properties, validation.images))
+        probabilities = np.asarray(self.tree.predict_proba(table.toarray()))
+        top1, interval = validation.top1(probabilities)
+        gain = validation.gain(self.told[0], self._guesses(probabilities))
+        shortcut.validation_top1 = top1
+        shortcut.validation_interval = interval
+        shortcut.in_validation = gain.low >= self.group.clear
+        amount = f"{top1:.1f} % of {len(validation.images):,} validation images ({interval.words()})"
+        if shortcut.in_validation and shortcut.of_file:
+            guessing = 100 * np.bincount(validation.labels).max() / len(validation.labels)
+            shortcut.points = max(top1 - guessing, 0.0)
+            return f"Validation has the same: {amount}; its accuracy cannot tell what a model knows of the pictures"
+        if shortcut.in_validation:
+            return f"Validation has the same: {amount}"
+        if gain.high < self.group.clear:
+            return f"Validation does not have it: {amount}"
+        return f"In validation: {amount}, too few to say whether it has the same"
+
+    def _largest_difference(self, inside: np.ndarray, name: str) -> str:
+        """Say which single property tells the images of the class `name`, where `inside` is true, best from others."""
+        from sklearn.metrics import roc_auc_score
+        from sklearn.tree import DecisionTreeClassifier
+
+        names = self.columns.feature_names_
+
+        def difference(column: int) -> tuple[float, bool]:
+            """By the area under the ROC curve. If two tell the class alike, words say more than numbers."""
+            area = float(roc_auc_score(inside, self.table[:, column]))
+            return round(abs(area - 0.5), 6), "=" in names[column]
+
+        column = max(range(len(names)), key=difference)
+        values = self.table[:, [column]]
+        words = names[column].replace("=", " ", 1)
+        stump = DecisionTreeClassifier(max_depth=1, class_weight="balanced").fit(values, inside)
+        limit = float(stump.tree_.threshold[0])
+        if "=" not in names[column]:
+            words += f" above {limit:.3g}"
+        has = values[:, 0] > limit
+        return (
+            f"{words}: {has[inside].sum():,} of {inside.sum():,} images of {name}, "
+            f"{has[~inside].sum():,} of {(~inside).sum():,} others"
+        )

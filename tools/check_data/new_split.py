@@ -1,0 +1,136 @@
+"""Write a table that divides all images anew into three splits. Images of one thing are in one of them."""
+
+import csv
+import io
+import os
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from datasets.labels import distinct_names, label_words
+from datasets.sources.grouped import images_by_group, subsets_of_groups
+from tools.check_data.alike import Images, is_chain, joined_groups
+from tools.check_data.near import near_pairs
+from tools.check_data.scan import Split, thumbnails_of
+from tools.common.output_file import writing
+from utils.config import Config
+from utils.errors import UserError
+from utils.log import log
+from utils.seeding import generator_of
+from utils.text import counted
+from vitamp.files import write_atomically
+
+TITLES = {"train": "training", "val": "validation", "test": "test"}
+"""Parts in the order of -parts: as the table calls them, and as messages do"""
+
+
+def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[float], table: Path) -> None:
+    """Write the table, and log the sizes of its parts and the command that trains on it.
+
+    Groups of DATA.GROUP, copies, and images that are nearly the same stay in one part; with weights, also images that
+    look as alike as edited copies. `fractions`: those of all images for training, validation and test.
+    """
+    data = config.DATA
+    if any(split.samples.stored != "files" for split in splits):
+        raise UserError("-split lists image files, and these images are not files of their own.")
+    groups, joined_by = _groups_of(config, splits)
+
+    # Divide the readable images of all splits, without dividing a group.
+    scans = list(chain.from_iterable(split.scans for split in splits))
+    readable = np.flatnonzero([not scan.problem for scan in scans])
+    labels = np.concatenate([split.samples.labels for split in splits])[readable]
+    group_of = np.unique(groups[readable], return_inverse=True)[1]
+    counts = images_by_group(labels, group_of)
+    if len(counts) < len(TITLES):
+        raise UserError(f"-split: {counted(len(counts), 'group')} cannot fill three parts; groups stay whole.")
+    order = generator_of(data.SPLIT_SEED, "split").permutation(len(counts))
+    largest_first = order[np.argsort(-counts[order, 0], kind="stable")]
+    part_of_image = subsets_of_groups(counts, np.array(fractions), largest_first)[group_of]
+
+    # Write the table.
+    names = list(chain.from_iterable(map(split.samples.name, range(len(split.samples))) for split in splits))
+    classes = distinct_names(splits[0].samples.classes or range(int(labels.max()) + 1))
+    data_path = Path(data.DATA_PATH or "").expanduser()
+    root = data_path if data_path.is_dir() else data_path.parent
+    part_names = list(TITLES)
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "target", "group", "split"])
+    for image, label, group, part in zip(readable.tolist(), labels, group_of, part_of_image, strict=True):
+        path = os.path.relpath(names[image], root)
+        rows.writerow([path, label_words(label, classes), group, part_names[part]])
+    with writing(table, "-split"):
+        write_atomically(table, text.getvalue())
+
+    # Say what it has.
+    sizes = np.bincount(part_of_image, minlength=len(TITLES))
+    sizes_in_words = ", ".join(f"{size:,} {title}" for size, title in zip(sizes, TITLES.values(), strict=True))
+    largest_group = int(counts[:, 0].max())
+    log.info(
+        "%s: %s images. %s, in %s, of which the largest has %s, stay in one part.",
+        *(table, sizes_in_words, joined_by, counted(len(counts), "group"), counted(largest_group, "image")),
+    )
+    unreadable = len(scans) - len(readable)
+    if unreadable:
+        log.warning("%s cannot be read, and are not in the table.", counted(unreadable, "image"))
+    wanted = np.array(fractions) * len(readable)
+    for title, size, size_wanted in zip(TITLES.values(), sizes, wanted, strict=True):
+        # As for splits that a run makes: a third fewer or half more is worth a warning, a single image is not.
+        if not size_wanted / 1.5 - 1 <= size <= size_wanted * 1.5 + 1:
+            log.warning("%d %s images, not %.0f, since groups are not divided.", size, title, size_wanted)
+    missing = _classes_missing(labels, part_of_image, classes)
+    if missing:
+        log.warning("Without images of a class, since groups are not divided: %s.", missing)
+    arguments = ["-dataset", f"csv:{table}", "-data_path", str(root)]
+    log.info("Train with %s; the end of the run names the command that measures on test.", shlex.join(arguments))
+
+
+def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str]:
+    """Return the number of each image's group, and in words what makes images a group.
+
+    Images are counted through all splits.
+    """
+    groups = np.arange(sum(len(split.samples) for split in splits))
+    reasons = list[str]()
+    given_groups = list(chain.from_iterable(split.samples.groups or () for split in splits))
+    if given_groups:
+        groups = np.unique(given_groups, return_inverse=True)[1]
+        reasons.append(f"Groups (DATA.GROUP {config.DATA.GROUP})")
+    reasons.append("copies and near copies" if reasons else "Copies and near copies")
+    scans = list(chain.from_iterable(split.scans for split in splits))
+    readable = np.flatnonzero([not scan.problem for scan in scans])
+    first_with_pixels = dict[bytes, int]()
+    copies = [(image, first_with_pixels.setdefault(scans[image].same, image)) for image in readable.tolist()]
+    near = readable[near_pairs(thumbnails_of([scans[image] for image in readable]))]
+    groups = joined_groups(groups, [np.array(copies).T, near.T])
+    if config.MODEL.PRETRAINED:
+        images = Images(config, splits)
+        groups_by_looks = joined_groups(groups, images.pairs_alike())
+        largest = int(np.bincount(groups_by_looks).max())
+        if is_chain(largest, len(groups)):
+            log.warning(
+                "Images that look alike are divided all the same: they would be one group of %s of %s images, of which "
+                "each looks like the next, though the first need not look like the last.",
+                *(f"{largest:,}", f"{len(groups):,}"),
+            )
+        else:
+            groups = groups_by_looks
+            reasons.append("images that look as alike as edited copies")
+    *first, last = reasons
+    return groups, f"{', '.join(first)} and {last}" if first else last
+
+
+def _classes_missing(labels: np.ndarray, part_of_image: np.ndarray, classes: Sequence[str]) -> str:
+    """Name the parts that lack images of a class, with the number of such classes; '' if none does."""
+    several_labels = labels.ndim == 2
+    lacking = Counter[str]()
+    for part, title in enumerate(TITLES.values()):
+        chosen = labels[part_of_image == part]
+        present = chosen.any(0) if several_labels else np.isin(np.arange(len(classes)), chosen)
+        everywhere = labels.any(0) if several_labels else np.isin(np.arange(len(classes)), labels)
+        lacking[title] = int((everywhere & ~present).sum())
+    return ", ".join(f"{title} {counted(number, 'class')}" for title, number in lacking.items() if number)

@@ -41,7 +41,7 @@ from utils.log import (
 from utils.program import FOLDER_FILE
 from utils.record.folder_lock import FolderLock
 from utils.record.history import History, is_end, last_line
-from utils.record.run_folder import ALIKE, missing_from
+from utils.record.run_folder import missing_from
 from utils.text import clock, counted, some_of
 from vitamp.checkpoints import CHECKPOINTS, Checkpoint, folder_name
 
@@ -211,7 +211,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
     if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
         from datasets.examine.training import check_data
 
-        notes = check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
+        notes = check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices)
     if folder is not None:
         stop_holding_warnings()
     text = banner(run, ready, folder)

@@ -83,6 +83,7 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
                 continue
             original = training_digests[digest]
             copies.found += 1
+            copies.images.append(image)
             names = validation.name(image), train.name(original)
             if np.array_equal(validation.labels[image], train.labels[original]):
                 copies.examples.append(names)

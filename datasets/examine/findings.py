@@ -170,6 +170,8 @@ class Copies:
     """Copies whose label differs from that of their original"""
     training: int = 0
     """Images of the second split that were compared; fewer than all if the time was too short"""
+    images: list[int] = field(default_factory=list)
+    """Indices of the copies in the first split"""
 
 
 @dataclass
@@ -214,6 +216,8 @@ class Findings:
     """Sentence saying that images of one group, or with names as of one thing, are in several splits; '' if none are"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
+    related: list[int] = field(default_factory=list)
+    """Indices of the validation images with a relative in training: a copy, an image of their group, a look-alike"""
     looked_at: int = 0
     """Number of images whose headers were read"""
     unlike: list[str] = field(default_factory=list)

@@ -5,9 +5,12 @@ Of a large data set, it reads only as much as a few seconds allow. check_data.py
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from datasets.base import ImageDataset, Samples
 from datasets.decoding import DEEP, TRANSPARENT
@@ -22,7 +25,18 @@ from utils.config.data import DataConfig
 from utils.config.train import LOSSES
 from utils.log import log
 from utils.program import tool
-from utils.record.run_folder import CONFIG, DATA, alike_in_words, write_json
+from utils.record.run_folder import (
+    ALIKE,
+    ALIKE_IMAGES,
+    CONFIG,
+    DATA,
+    MANY,
+    MOST_ALIKE,
+    LookAlikes,
+    alike_in_words,
+    copies_unknown,
+    write_json,
+)
 from utils.text import counted, some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 from vitamp.sizes import sides
@@ -67,20 +81,21 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
 
 
 def check_data(
-    config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None, alike: list[int]
+    config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None, choices: Mapping[str, Any]
 ) -> list[str]:
     """Check the data set before training: log warnings, write the findings into data.json, and return notes to log.
 
-    `folder` is that of the run, or None for a dry run, which writes nothing. `alike`: how many validation images look
-    like a training image, and how many were compared; empty if unknown. A data set that is held in memory comes with
-    the program, so it is not checked and has no notes.
+    `folder` is that of the run, or None for a dry run, which writes nothing. `choices`: those of the run, which say
+    what validation images look like training images, if its start has compared them. A data set that is held in memory
+    comes with the program, so it is not checked and has no notes.
     """
     train = train_set.single_images()
     validation = val_set.single_images()
     if train is None or validation is None:
         return []
     findings = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
-    findings.alike = alike
+    findings.alike = choices.get(ALIKE) or []
+    findings.related = _related(findings, train, validation, choices.get(ALIKE_IMAGES) or [])
     if config.task == NO_LABELS:
         # The labels are placeholders, so no classes are reported. Their splits stay: notes and data.json name them.
         findings.classes = {title: {} for title in findings.classes}
@@ -103,6 +118,21 @@ def check_data(
     except OSError as error:  # no reason to stop: training does not read this file
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
     return notes
+
+
+def _related(findings: Findings, train: Samples, validation: Samples, images_alike: list[int]) -> list[int]:
+    """Return the indices of the validation images that have a relative among the training images.
+
+    These are copies, images whose group training has, and those of `images_alike`, unless such images may be no copies,
+    or are too many to be listed.
+    """
+    related = set(findings.copies.images) if findings.copies else set[int]()
+    alike_are_relatives = not copies_unknown(findings.alike) and LookAlikes(*findings.alike).median_others < MANY
+    if alike_are_relatives and len(images_alike) <= MOST_ALIKE:
+        related.update(images_alike)
+    if train.groups and validation.groups:
+        related.update(np.flatnonzero(np.isin(validation.groups, train.groups)).tolist())
+    return sorted(related)
 
 
 def _data_arguments(argv: list[str]) -> list[str]:

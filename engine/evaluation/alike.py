@@ -95,6 +95,10 @@ class Nearest(NamedTuple):
     most_similar_below_limit: np.ndarray
     """Index of the most similar compared image that does not look alike"""
 
+    def indices_alike(self) -> list[int]:
+        """Return the indices of the images that look like a compared image."""
+        return np.flatnonzero(self.number_alike).tolist()
+
     def counted(self, labels: np.ndarray, labels_compared: np.ndarray) -> tuple[int, int, int, int, int]:
         """Count the images that look like a compared image, and how many of those have the same label as it.
 
@@ -153,35 +157,36 @@ def nearest(images: np.ndarray, compared: np.ndarray, limit: float, seconds: flo
 
 def count_alike(
     seeing: Seeing, dataset: ImageDataset, features: Features, training: Features, pool: str, data: DataConfig
-) -> list[int]:
+) -> tuple[list[int], list[int]]:
     """Count the images of `dataset` that look like training images.
 
-    Returns the five numbers of `Nearest.counted`; an empty list if the training features are too many to hold in
-    memory. `features`, `training`: features of `dataset` and of the training images. `pool`: the pooling to compare.
+    Returns the five numbers of `Nearest.counted`, and the indices of these images; two empty lists if the training
+    features are too many to hold in memory. `features`, `training`: features of `dataset` and of the training images.
+    `pool`: the pooling to compare.
     """
     of_images = np.asarray(features.of(pool))
     of_training = np.asarray(training.of(pool))
     if of_training.size > MOST_VALUES:
-        return []
+        return [], []
     mean = of_training.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
     nearest_images = nearest(directions(of_images, mean), directions(of_training, mean), limit, seconds)
-    return list(nearest_images.counted(features.labels, training.labels))
+    return list(nearest_images.counted(features.labels, training.labels)), nearest_images.indices_alike()
 
 
-def alike_in_validation(run: Run, seeing: Seeing, training: Features) -> list[int]:
+def alike_in_validation(run: Run, seeing: Seeing, training: Features) -> tuple[list[int], list[int]]:
     """Count the validation images that look like training images. A collective call.
 
-    Returns the five numbers of `Nearest.counted` on rank 0, and an empty list on other ranks, or if the training
-    features are too many to hold in memory. `training`: features of the training images.
+    Returns what `count_alike` does on rank 0, and two empty lists on other ranks. `training`: features of the training
+    images.
     """
     pool = pool_of(seeing.model)
     if training.of(pool).size > MOST_VALUES:
-        return []
+        return [], []
     data = run.config.DATA.changed(PART="val")
     dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
     features = features_of(seeing, run.config, dataset, data, run.world)
     if not run.world.first:
-        return []
+        return [], []
     return count_alike(seeing, dataset, features, training, pool, data)

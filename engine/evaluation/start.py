@@ -25,7 +25,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
-from utils.record.run_folder import ALIKE, FOLDS
+from utils.record.run_folder import ALIKE, ALIKE_IMAGES, FOLDS, MOST_ALIKE
 from utils.statistics.classes import BY_CLASS
 from utils.statistics.groups import Groups
 from utils.statistics.paired import half_width_of_mean, interval_and_test
@@ -46,8 +46,8 @@ def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool)
     """Let a new run begin at a linear probe, if its settings say so. A collective call.
 
     Returns the record of the fit for the run's choices: the probe's metric in cross-validation (key FOLDS), and the
-    counts of validation images that look like training images (key ALIKE). For a resumed run, these are what its start
-    recorded; without a probe, the record is empty.
+    counts and indices of validation images that look like training images (keys ALIKE and ALIKE_IMAGES). For a resumed
+    run, these are what its start recorded; without a probe, the record is empty.
     """
     config = run.config
     starts_at_probe = config.MODEL.starts_at_probe
@@ -56,17 +56,17 @@ def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool)
         log.info("-dry_run keeps no features: training begins with a pass over the images%s.", further)
         return {}
     if resumed is None and starts_at_probe:
-        metric_in_folds, counts_alike = start_at_probe(run, ready)
-        return {FOLDS: metric_in_folds, ALIKE: counts_alike}
+        metric_in_folds, counts_alike, images_alike = start_at_probe(run, ready)
+        return {FOLDS: metric_in_folds, ALIKE: counts_alike, ALIKE_IMAGES: images_alike[: MOST_ALIKE + 1]}
     choices = resumed.meta.get("choices", {}) if resumed else {}
-    return {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
+    return {key: choices[key] for key in (FOLDS, ALIKE, ALIKE_IMAGES) if key in choices}
 
 
-def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
+def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int], list[int]]:
     """Fit a linear probe to features of the training images, and make it the model's classifier. A collective call.
 
-    Returns the probe's metric in cross-validation, in percent, and the counts of validation images that look like
-    training images (`alike_in_validation`): an empty list if they were not compared.
+    Returns the probe's metric in cross-validation, in percent, and the counts and indices of validation images that
+    look like training images (`alike_in_validation`): empty lists if they were not compared.
     """
     config = run.config
     model = ready.model
@@ -105,8 +105,8 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
     # Images of the program's own data sets, which are in memory, are not compared: the check of the data does not look
     # for copies among them either.
     is_compared = config.DATA.CHECK != "off" and images.single_images() is not None
-    alike = alike_in_validation(run, ready, features) if is_compared else []
-    return probe.figure, alike
+    counts_alike, images_alike = alike_in_validation(run, ready, features) if is_compared else ([], [])
+    return probe.figure, counts_alike, images_alike
 
 
 def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from utils.record.predictions import read_predictions
 from utils.record.run_folder import CONFIG, FOLDS, copies_in_words, known_to_training, read_data
 from utils.statistics.classes import BY_CLASS
 from utils.statistics.groups import Groups, effective_images
-from utils.statistics.proportions import wilson
+from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.text import counted, some_of
 from vitamp.metrics import AVERAGE, BALANCED, NO_LABELS, TOP1, Metric, always_guessing, metric_named
 
@@ -83,6 +83,10 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
         sentences.append(flatters(len(history.of("val")), folder, splits))
         sentences.append(advise_folds(len(labels), folder, config.DATA, splits))
         sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
+    if best_guesses is not None:
+        data = read_data(folder)
+        is_right = labels.astype(int) == best_guesses.astype(int)
+        sentences += [on_relatives(is_right, data.get("related", []), groups), by_shortcut(data)]
     on_copies = " ".join(sentences_on_copies).strip()
 
     # What looks wrong with the images, by the best predictions, or else by those of the last validation: as many of
@@ -211,6 +215,55 @@ def favoured(folder: Path, history: History, of_probe: bool) -> str:
         return ""
     probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
     return f"Copies in validation favour {probe}checkpoints that remember them: on new images, others may be better."
+
+
+def on_relatives(is_right: np.ndarray, related: Sequence[int], groups: Groups) -> str:
+    """Compare top-1 on images that have relatives among the training images with top-1 on the others.
+
+    `is_right`, `groups`: whether each image is recognised, and its group. `related`: indices of those with relatives.
+    Returns '' if there are none.
+    """
+    has_relatives = np.zeros(len(is_right), bool)
+    has_relatives[[index for index in related if index < len(is_right)]] = True
+    number = np.count_nonzero(has_relatives)
+    if number == 0:
+        return ""
+    if has_relatives.all():
+        return "All of these images have relatives in training (copies, look-alikes or images of their group)."
+    group_of = np.array(groups) if len(groups) else np.arange(len(is_right))
+    percents = list[float]()
+    independent = list[float]()
+    texts = list[str]()
+    for chosen in (has_relatives, ~has_relatives):
+        percent = 100 * float(is_right[chosen].mean())
+        images = effective_images(is_right[chosen], group_of[chosen])
+        percents.append(percent)
+        independent.append(images)
+        texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
+    with_relatives, without = texts
+    sentence = (
+        f"{number:,} of these images have relatives in training (copies, look-alikes or images of their group): "
+        f"top-1 {with_relatives} on them, {without} on the other {np.count_nonzero(~has_relatives):,}"
+    )
+    lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
+    advice = ", which is what to expect on new images" if lowest_difference > 0 else ""
+    return f"{sentence}{advice}."
+
+
+def by_shortcut(data: dict[str, Any]) -> str:
+    """Say how many validation images are recognised without the picture; '' if none of these shortcuts was found.
+
+    `data`: the content of data.json.
+    """
+    of_files = [shortcut for shortcut in data.get("shortcuts", []) if shortcut["of_file"] and shortcut["in_validation"]]
+    if not of_files:
+        return ""
+    strongest = max(of_files, key=lambda shortcut: shortcut["validation_top1"])
+    interval = Interval(*strongest["validation_interval"])
+    return (
+        f"{strongest['properties'].capitalize()} alone recognise {strongest['validation_top1']:.1f} % of these images "
+        f"({interval.words()}), without the picture: so much of top-1 may be lost on images of another source."
+    )
 
 
 def advise_folds(images: int, run: Path, data: DataConfig, splits: Splits) -> str:

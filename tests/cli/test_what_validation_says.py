@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from engine.measure.meters import Best, Position
-from engine.report.outcome import MOST, Splits, at_end, strange
+from engine.report.outcome import MOST, Splits, at_end, by_shortcut, on_relatives, strange
 from tests.program import Vitamp, run_program
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -107,6 +107,33 @@ def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
     assert "one: accuracy " in said
     assert "images of 1 of 5 folds (95 % interval" in said
     assert "say little" not in (place / "one-folds/one-fold1/log.txt").read_text()
+
+
+def test_images_with_relatives_in_training_are_measured_apart() -> None:
+    """The difference is said to be what to expect only where it is beyond chance; groups widen the intervals."""
+    is_right = np.array([True] * 60 + [True, False] * 40)
+    sentence = on_relatives(is_right, range(60), ())
+    assert sentence == (
+        "60 of these images have relatives in training (copies, look-alikes or images of their group): top-1 100.00 % "
+        "(93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, which is what to expect on new "
+        "images."
+    )
+    few = on_relatives(is_right, [0, 1], ())
+    assert "on the other 138." in few
+    groups = [f"{number // 30}" for number in range(140)]
+    assert "(39.30 to 60.70 %)" not in on_relatives(is_right, range(60), groups)
+    assert on_relatives(is_right, [], ()) == ""
+    assert on_relatives(is_right, range(140), ()).startswith("All of these images have relatives in training")
+
+
+def test_a_shortcut_that_validation_has_too_is_set_beside_the_metric() -> None:
+    shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True}
+    shortcut |= {"validation_top1": 90.0, "validation_interval": [85.0, 94.0]}
+    assert "Size and shape alone recognise 90.0 % of these images (85.00 to 94.00 %)" in by_shortcut(
+        {"shortcuts": [shortcut]}
+    )
+    for change in ({"of_file": False}, {"in_validation": False}):
+        assert by_shortcut({"shortcuts": [shortcut | change]}) == ""
 
 
 def test_only_what_stands_out_is_strange() -> None:

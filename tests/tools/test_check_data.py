@@ -545,6 +545,7 @@ def test_training_says_unasked_that_copies_are_edited(
     assert "one thing or place. `" in trained.text
     ended = "1 of 21 validation images look like training images"
     assert ended in trained.text.partition("Top-1")[2]
+    assert re.search(r"1 of these images have relatives .* on the other 20", trained.text)
     (step,) = (run / "checkpoints").glob("step-*3")
     resumed = vitamp("-resume", step, "-epochs", 2, "-output", tmp_path / "longer")
     assert ended in resumed.text, "though no features were computed"

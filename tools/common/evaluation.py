@@ -20,7 +20,7 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
-from engine.report.outcome import strange
+from engine.report.outcome import on_relatives, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
@@ -32,12 +32,13 @@ from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
-from utils.record.run_folder import FOLDS
+from utils.record.run_folder import FOLDS, read_data
 from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
 from utils.statistics.groups import design_effect, effective_images, variance_inflation
 from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
+from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
 ALL_SHOWN = 20
@@ -597,37 +598,29 @@ def evaluation_of(
     return kind.of(trained, outputs, groups)
 
 
-def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
-    """Compare top-1 on images whose group (DATA.GROUP) is also in the training data with top-1 on the others.
+def on_relatives_of_training(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
+    """Compare top-1 on images that have relatives in the training data with top-1 on the others.
 
-    `dataset`: the evaluated images. `found`: their evaluation. Returns '' if no image is of such a group, if training
-    images were evaluated, or if the data are not the run's.
+    Relatives are images of one group (DATA.GROUP); for the run's own validation split also copies and look-alikes,
+    which the run's start has looked for. `dataset`: the evaluated images. `found`: their evaluation. Returns '' if
+    there are none, if training images were evaluated, or if the data are not the run's.
     """
-    groups = np.array(dataset.groups())
     data = trained.config.DATA
-    if not len(groups) or data.PART in MEMORISED or isinstance(found, SeveralLabels):
+    whose = whose_data(trained.config, trained.chosen)
+    if data.PART in MEMORISED or isinstance(found, SeveralLabels) or whose not in OF_RUN:
         return ""
-    if whose_data(trained.config, trained.chosen) not in OF_RUN:
-        return ""
-    training_data = data.changed(PART=AUTO)  # as in training, which has no -part
-    for_training = True
-    training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
-    is_known = np.isin(groups, training.groups())
-    if not is_known.any():
-        return ""
-    hit = (found.rows.guess == found.rows.label).numpy()
-    on_known = _top1_of(hit, groups, is_known)
-    sentence = f"{is_known.sum():,} of {len(groups):,} images are of groups that training has: {on_known}"
-    if not is_known.all():
-        sentence += f", on the others {_top1_of(hit, groups, ~is_known)}"
-    return f"{sentence}."
-
-
-def _top1_of(hit: np.ndarray, groups: np.ndarray, chosen: np.ndarray) -> str:
-    """Format top-1 and its interval on the images where `chosen` is True. `hit`: whether each image is right."""
-    top1 = 100 * float(hit[chosen].mean())
-    independent = effective_images(hit[chosen], groups[chosen])
-    return f"top-1 {measured(top1, wilson(top1, independent))}"
+    related = set[int]()
+    groups = dataset.groups()
+    if len(groups):
+        training_data = data.changed(PART=AUTO)  # as in training, which has no -part
+        for_training = True
+        training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
+        related.update(np.flatnonzero(np.isin(groups, training.groups())).tolist())
+    run = run_folder_of(trained.chosen.place)
+    if run is not None and data.PART in ("val", AUTO) and whose == "same place":
+        related.update(read_data(run).get("related", []))
+    is_right = (found.rows.guess == found.rows.label).numpy()
+    return on_relatives(is_right, sorted(related), groups)
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

@@ -259,7 +259,7 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     """Evaluate the classifier, log its metrics and what may be wrong with them, and return them for the JSON file."""
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
     from engine.report.outcome import flatters, of_groups, splits_of
-    from tools.common.evaluation import evaluation_of, on_known_groups, open_part, table_of, with_bar
+    from tools.common.evaluation import evaluation_of, on_relatives_of_training, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_calibration
 
     # Log which models and images are evaluated.
@@ -311,7 +311,7 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     validations = max(validations_of(config, model.chosen) for model in models)
     remarks = [
         of_groups(groups),
-        on_known_groups(trained, data.dataset, evaluation),
+        on_relatives_of_training(trained, data.dataset, evaluation),
         flatters(validations, Path(asked.models[0]), splits_of(config.DATA)),
     ]
     remarks += evaluation.strange(trained)

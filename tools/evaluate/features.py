@@ -118,7 +118,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     # Log the table, and what may be wrong with it: images that look like training images, unless the split has those.
     if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and val_set.single_images() is not None:
         with trained.computing(data.val_batch):
-            counts = count_alike(trained, val_set, evaluated, training, pools[0], data)
+            counts, _ = count_alike(trained, val_set, evaluated, training, pools[0], data)
         remarks.append(_look_alike(counts, split))
     remarks.append(of_groups(evaluated.groups))
     log.info("\n%s", "\n".join(in_columns(table) + [INTERVALS] + list(filter(None, remarks))))

@@ -33,6 +33,9 @@ FOLDS = "probe_in_folds"
 """Key in a run's choices for the top-1 accuracy that its probe had in folds."""
 ALIKE = "alike_in_validation"
 """Key in a run's choices for how many validation images look like training images, of how many compared."""
+ALIKE_IMAGES = "alike_images"
+"""Key in a run's choices for the indices of these images; they are left out if they are more than MOST_ALIKE."""
+MOST_ALIKE = 10_000
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 

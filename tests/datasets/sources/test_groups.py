@@ -138,10 +138,11 @@ def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
     assert torn in vitamp(*place, script="scripts/check_data.py").err
     every = vitamp(tmp_path / "run", "-part", "all", script="scripts/evaluate.py", code=0).text
     assert "The 48 images are 6 groups (DATA.GROUP)" in every
-    assert "groups that training has" not in every, "all of them are"
+    assert "have relatives in training" not in every, "all of them are of training"
     validated = vitamp(tmp_path / "run", script="scripts/evaluate.py", code=0).text
-    known = r"2 of 10 images are of groups that training has: top-1 \S+ % \(.*\), on the others top-1 \S+ % \(.*\)\."
+    known = r"2 of these images have relatives in training .*: top-1 \S+ % \(.*\) on them, \S+ % \(.*\) on the other 8"
     assert re.search(known, validated)
+    assert re.search(known, done.text)
 
     data = DataConfig(DATASET=kind, DATA_PATH=str(path), GROUP=group)
     train = open_dataset(data, True, 2, 0, torch.device("cpu"))

@@ -112,7 +112,7 @@ def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tm
         script, *words = command.replace("exclude.txt", str(listed)).split()
         assert "There are defects" in vitamp(*words, "-overwrite", script=script, code=1).out
         assert not re.search("-output|-batch_size|-dry_run|TRAIN", command), "only what concerns the data"
-    assert first.text.count(f"`python {command}`") == 1
+    assert first.text.count(f"`python {command}`") == 2, "for copies, and for what the files tell without the picture"
     again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={listed}")
     assert "Copies of training images" not in again.err
     assert json.loads((tmp_path / "again/data.json").read_text())["images"] == {"training": 53, "validation": 13}

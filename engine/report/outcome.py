@@ -261,8 +261,8 @@ def by_shortcut(data: dict[str, Any]) -> str:
     strongest = max(of_files, key=lambda shortcut: shortcut["validation_top1"])
     interval = Interval(*strongest["validation_interval"])
     return (
-        f"{strongest['properties'].capitalize()} alone recognise {strongest['validation_top1']:.1f} % of these images "
-        f"({interval.words()}), without the picture: so much of top-1 may be lost on images of another source."
+        f"Without the picture, {strongest['properties']} alone recognise {strongest['validation_top1']:.1f} % of these "
+        f"images ({interval.words()}), so top-1 here cannot tell whether the model knows the pictures or their files."
     )
 
 

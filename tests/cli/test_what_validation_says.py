@@ -129,8 +129,9 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
 def test_a_shortcut_that_validation_has_too_is_set_beside_the_metric() -> None:
     shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True}
     shortcut |= {"validation_top1": 90.0, "validation_interval": [85.0, 94.0]}
-    assert "Size and shape alone recognise 90.0 % of these images (85.00 to 94.00 %)" in by_shortcut(
-        {"shortcuts": [shortcut]}
+    assert (
+        "Without the picture, size and shape alone recognise 90.0 % of these images (85.00 to 94.00 %)"
+        in by_shortcut({"shortcuts": [shortcut]})
     )
     for change in ({"of_file": False}, {"in_validation": False}):
         assert by_shortcut({"shortcuts": [shortcut | change]}) == ""

@@ -440,6 +440,9 @@ def test_copies_are_not_told_from_images_that_look_alike_in_every_class(
     assert "12 of" not in done.out
     assert "Defects: " not in done.out
     assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
+    divided, _ = check(root, "-split", tmp_path / "new.csv", *weights)
+    assert "Images that look alike are divided all the same: they may be of different things" in divided.text
+    assert "Copies and near copies, in " in divided.out
 
 
 def test_no_table_where_most_images_would_be_one_group(
@@ -530,6 +533,8 @@ def test_a_new_split_keeps_images_of_one_thing_in_one_part(
     assert "in two splits" not in checked.out
     wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,40", script=SCRIPT, code=2)
     assert "-parts 60,40: takes three numbers above 0" in wrong.err
+    alone = vitamp("-dataset", "digits", "-parts", "60,20,20", script=SCRIPT, code=2)
+    assert "-parts: it gives the sizes of the parts of -split FILE.csv, which is missing" in alone.err
 
 
 def test_training_says_unasked_that_copies_are_edited(

@@ -119,6 +119,13 @@ class Images:
             _, groups = np.unique(given_groups, return_inverse=True)
         return joined_groups(groups, chain([self.near_pairs().T], self.pairs_alike()))
 
+    def most_similar_before(self) -> Nearest:
+        """Find, for each image of a split after training, the most similar image of all splits before its own."""
+        blocks = []
+        for begin, end in pairwise(self.begins[1:].tolist()):
+            blocks.append(nearest(self.features[begin:end], self.features[:begin], self.similarity_of_copies))
+        return joined(blocks)
+
     def pairs_alike(self) -> Iterator[np.ndarray]:
         """Yield pairs of images that are as similar as edited copies, in blocks of two rows."""
         for first in range(0, len(self.features), AT_ONCE):
@@ -159,11 +166,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
     images = Images(config, splits)
-    # Compare the images of each split after training with those of all splits before it.
-    blocks = []
-    for begin, end in pairwise(images.begins[1:].tolist()):
-        blocks.append(nearest(images.features[begin:end], images.features[:begin], images.similarity_of_copies))
-    nearest_images = joined(blocks)
+    nearest_images = images.most_similar_before()
     counts = nearest_images.counted(images.labels[images.training_end :], images.labels)
     possible_copies, _, others_like_each, _, _ = counts
     words = alike_in_words(counts, "images look like one of another split")

@@ -79,7 +79,6 @@ OWN = (
         "parts",
         "-split: shares of training, validation and test",
         "A,B,C",
-        default=(0.7, 0.15, 0.15),
         default_text="70,15,15",
         kind=fractions,
     ),
@@ -117,6 +116,8 @@ def main(argv: list[str]) -> int:
     for (flag, file), (other_flag, other_file) in combinations(flags_of_files.items(), 2):
         if file is not None and file == other_file:
             raise UserError(f"{flag} and {other_flag} both name {file}; give each its own file.")
+    if line.asked.parts is not None and split_file is None:
+        raise UserError("-parts: it gives the sizes of the parts of -split FILE.csv, which is missing.")
     alike_folder = line.asked.alike
     if alike_folder is not None:
         alike_folder = results_folder(alike_folder)
@@ -133,7 +134,7 @@ def main(argv: list[str]) -> int:
                 json=json_file,
                 alike=alike_folder,
                 split=split_file,
-                fractions=line.asked.parts,
+                fractions=line.asked.parts or (0.7, 0.15, 0.15),
                 near=line.asked.near,
             ),
             world,

@@ -20,6 +20,7 @@ from tools.common.output_file import writing
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
+from utils.record.run_folder import alike_in_words, copies_unknown
 from utils.seeding import generator_of
 from utils.text import counted
 from vitamp.files import write_atomically
@@ -107,11 +108,15 @@ def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str
     copies = [(image, first_with_pixels.setdefault(scans[image].same, image)) for image in readable.tolist()]
     near = readable[near_pairs(thumbnails_of([scans[image] for image in readable]))]
     groups = joined_groups(groups, [np.array(copies).T, near.T])
-    if config.MODEL.PRETRAINED:
+    if config.MODEL.PRETRAINED and len(splits) > 1:
         images = Images(config, splits)
+        counts = images.most_similar_before().counted(images.labels[images.training_end :], images.labels)
         groups_by_looks = joined_groups(groups, images.pairs_alike())
         largest = int(np.bincount(groups_by_looks).max())
-        if is_chain(largest, len(groups)):
+        if copies_unknown(counts):
+            words = "%s. Images that look alike are divided all the same: they may be of different things."
+            log.warning(words, alike_in_words(counts))
+        elif is_chain(largest, len(groups)):
             log.warning(
                 "Images that look alike are divided all the same: they would be one group of %s of %s images, of which "
                 "each looks like the next, though the first need not look like the last.",

@@ -20,7 +20,7 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
-from engine.report.outcome import on_relatives, strange
+from engine.report.outcome import by_shortcut, on_relatives, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
@@ -602,8 +602,9 @@ def on_relatives_of_training(trained: Trained, dataset: ImageDataset, found: One
     """Compare top-1 on images that have relatives in the training data with top-1 on the others.
 
     Relatives are images of one group (DATA.GROUP); for the run's own validation split also copies and look-alikes,
-    which the run's start has looked for. `dataset`: the evaluated images. `found`: their evaluation. Returns '' if
-    there are none, if training images were evaluated, or if the data are not the run's.
+    which the run's start has looked for, and what is recognised there without the picture. `dataset`: the evaluated
+    images. `found`: their evaluation. Returns '' if there are none, if training images were evaluated, or if the data
+    are not the run's.
     """
     data = trained.config.DATA
     whose = whose_data(trained.config, trained.chosen)
@@ -617,10 +618,13 @@ def on_relatives_of_training(trained: Trained, dataset: ImageDataset, found: One
         training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
         related.update(np.flatnonzero(np.isin(groups, training.groups())).tolist())
     run = run_folder_of(trained.chosen.place)
+    about_data = {}
     if run is not None and data.PART in ("val", AUTO) and whose == "same place":
-        related.update(read_data(run).get("related", []))
+        about_data = read_data(run)
+        related.update(about_data.get("related", []))
     is_right = (found.rows.guess == found.rows.label).numpy()
-    return on_relatives(is_right, sorted(related), groups)
+    sentences = [on_relatives(is_right, sorted(related), groups), by_shortcut(about_data)]
+    return " ".join(filter(None, sentences))
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

@@ -32,7 +32,7 @@ from utils.text import some_of
 
 FOLDS = 5
 FEWEST = 10
-"""Images of a class that are needed to say whether it is told; smaller classes are others"""
+"""Fewest images of a class that is examined; images of smaller classes count as others"""
 LEAF = 5
 """Fewest images from which the classifier learns a rule"""
 MOST_WORDS = 100
@@ -250,7 +250,7 @@ def _usable(images: Sequence[Image], group: Group) -> list[Image]:
 
 
 def _large_classes(images: Sequence[Image]) -> list[str]:
-    """Return the classes with enough images to say whether they are told, if there are as many others."""
+    """Return the classes that are large enough to be examined, and leave as many other images."""
     counts = Counter(image.label for image in images).most_common(MOST_CLASSES)
     return [name for name, count in counts if FEWEST <= count <= len(images) - FEWEST]
 
@@ -268,7 +268,7 @@ class _Search:
         usable = _usable(images, group)
         self.images = _Labelled(usable, _large_classes(usable))
         self.told = list[int]()
-        """Numbers of the classes that are told, the clearest first"""
+        """Numbers of the classes that the properties recognise, the clearest first"""
         if self.images.classes and self._learn():
             gains = [self.images.gain(number, self.guesses, z).low for number in range(len(self.images.classes))]
             self.told = [number for number in np.argsort(gains)[::-1].tolist() if gains[number] >= group.clear]
@@ -349,7 +349,7 @@ class _Search:
         return shortcut
 
     def _judge_validation(self, shortcut: Shortcut, validation: _Labelled) -> str:
-        """Add to the shortcut what it tells of validation images, and return a sentence on it."""
+        """Measure the properties on validation images, record that in the shortcut, and return a sentence about it."""
         table = self.columns.transform(map(self.group.properties, validation.images))
         probabilities = np.asarray(self.tree.predict_proba(table.toarray()))
         top1, interval = validation.top1(probabilities)

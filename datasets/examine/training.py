@@ -31,7 +31,6 @@ from utils.record.run_folder import (
     CONFIG,
     DATA,
     MANY,
-    MOST_ALIKE,
     LookAlikes,
     alike_in_words,
     copies_unknown,
@@ -123,12 +122,11 @@ def check_data(
 def _related(findings: Findings, train: Samples, validation: Samples, images_alike: list[int]) -> list[int]:
     """Return the indices of the validation images that have a relative among the training images.
 
-    These are copies, images whose group training has, and those of `images_alike`, unless such images may be no copies,
-    or are too many to be listed.
+    These are copies, images whose group training has, and those of `images_alike`, unless such images may be no copies.
     """
     related = set(findings.copies.images) if findings.copies else set[int]()
     alike_are_relatives = not copies_unknown(findings.alike) and LookAlikes(*findings.alike).median_others < MANY
-    if alike_are_relatives and len(images_alike) <= MOST_ALIKE:
+    if alike_are_relatives:
         related.update(images_alike)
     if train.groups and validation.groups:
         related.update(np.flatnonzero(np.isin(validation.groups, train.groups)).tolist())

@@ -287,7 +287,7 @@ def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
     """Return the error of a failed request as an OSError, and the seconds to wait before the request is repeated.
 
     They are the seconds that the store asks for, or 0 if it does not ask; None if the same request would fail again.
-    The errors are those of Python, of fsspec's packages, and of shards/web.py, which are told apart by their fields.
+    The errors are those of Python, of fsspec's packages, and of shards/web.py, which differ by their fields.
     """
     if isinstance(error, TimeoutError) and not str(error):  # fsspec's error has no text
         return TimeoutError("it does not answer"), 0.0

@@ -57,7 +57,8 @@ def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool)
         return {}
     if resumed is None and starts_at_probe:
         metric_in_folds, counts_alike, images_alike = start_at_probe(run, ready)
-        return {FOLDS: metric_in_folds, ALIKE: counts_alike, ALIKE_IMAGES: images_alike[: MOST_ALIKE + 1]}
+        listed = images_alike if len(images_alike) <= MOST_ALIKE else []
+        return {FOLDS: metric_in_folds, ALIKE: counts_alike, ALIKE_IMAGES: listed}
     choices = resumed.meta.get("choices", {}) if resumed else {}
     return {key: choices[key] for key in (FOLDS, ALIKE, ALIKE_IMAGES) if key in choices}
 

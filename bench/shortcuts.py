@@ -229,6 +229,54 @@ def false_alarms(name: str, samples: FileSamples, tries: int) -> dict[str, Any]:
     return {"images": len(images), "tries": tries, "false_alarms": len(said), "said": said}
 
 
+Keep = Callable[[str, Any], None]
+"""Writes a result, by its key, into the file of results"""
+
+
+def measure_made(photographs: Sequence[Path], results: dict[str, Any], keep: Keep) -> None:
+    """Search made sets of each kind and strength; those of an interrupted bench stay."""
+    rows = results.get("made", {}).get("sets", {})
+    images = [small(path) for path in photographs[: TRAINING + VALIDATION]]
+    for strength, kind in itertools.product(STRENGTHS, MADE):
+        title = f"{kind}; {strength:.0%}"
+        if title in rows:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            rows[title] = summary(made(images, MADE[kind], strength, Path(folder)))
+        print(title, [row["by"] for row in rows[title]], flush=True)
+        keep("made", {"training": TRAINING, "validation": VALIDATION, "sets": rows})
+
+
+def measure_real(folders: dict[str, Path], results: dict[str, Any], keep: Keep) -> None:
+    """Search real sets as at the start of a training, and whole. Sets that are in the results stay, with what was seen."""
+    known = results.get("real", {})
+    rows = {}
+    for name, folder in folders.items():
+        if name in known:
+            rows[name] = known[name]
+            continue
+        train, validation = real_splits(folder)
+        quick = at_start(train, validation)
+        classes = Counter(train.labels.tolist())
+        row = {"training": len(train), "validation": len(validation), "classes": len(classes), "quick": quick}
+        rows[name] = {**row, "said": summary(found_in(train, validation)), "own_look": ""}
+        print(name, quick, [one["by"] for one in rows[name]["said"]], flush=True)
+        keep("real", rows)
+
+
+def measure_random(sets: dict[str, FileSamples], tries: int, results: dict[str, Any], keep: Keep) -> None:
+    """Count false alarms for labels drawn at random, and give their rate with its interval."""
+    rows = results.get("random", {}).get("sets", {})
+    for name, samples in sets.items():
+        if name not in rows:
+            rows[name] = false_alarms(name, samples, tries)
+            keep("random", {"sets": rows})
+    all_tries = sum(row["tries"] for row in rows.values())
+    percent = 100 * sum(row["false_alarms"] for row in rows.values()) / all_tries
+    low, high = wilson(percent, all_tries)
+    keep("random", {"percent": percent, "interval": [round(low, 2), round(high, 2)], "sets": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-photographs", type=Path, required=True)
@@ -247,47 +295,16 @@ def main() -> None:
 
     paths = photographs_of(asked.photographs)
     shuffled = [paths[index] for index in np.random.default_rng(0).permutation(len(paths)).tolist()]
-    if "made" in asked.only:
-        rows = results.get("made", {}).get("sets", {})  # those of an interrupted bench stay
-        images = [small(path) for path in shuffled[: TRAINING + VALIDATION]]
-        for strength, kind in itertools.product(STRENGTHS, MADE):
-            title = f"{kind}; {strength:.0%}"
-            if title in rows:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                rows[title] = summary(made(images, MADE[kind], strength, Path(folder)))
-            print(title, [row["by"] for row in rows[title]], flush=True)
-            keep("made", {"training": TRAINING, "validation": VALIDATION, "sets": rows})
-
     folders = {name: Path(folder) for name, _, folder in (words.partition("=") for words in asked.real)}
+    if "made" in asked.only:
+        measure_made(shuffled, results, keep)
     if "real" in asked.only:
-        looks = {name: one["own_look"] for name, one in results.get("real", {}).items() if "own_look" in one}
-        rows = {}
-        for name, folder in folders.items():
-            if name in results.get("real", {}):
-                rows[name] = results["real"][name]
-                continue
-            train, validation = real_splits(folder)
-            quick = at_start(train, validation)
-            classes = Counter(train.labels.tolist())
-            row = {"training": len(train), "validation": len(validation), "classes": len(classes), "quick": quick}
-            rows[name] = {**row, "said": summary(found_in(train, validation)), "own_look": looks.get(name, "")}
-            print(name, quick, [one["by"] for one in rows[name]["said"]], flush=True)
-            keep("real", rows)
-
+        measure_real(folders, results, keep)
     if "random" in asked.only:
         sets = {"photographs": split_of(asked.photographs, shuffled, sorted({path.parent.name for path in paths}))}
         for name in asked.without:
-            sets[name] = real_splits(folders[name])[0]
-        rows = results.get("random", {}).get("sets", {})
-        for name, samples in sets.items():
-            if name not in rows:
-                rows[name] = false_alarms(name, samples, asked.tries)
-                keep("random", {"sets": rows})
-        tries = sum(row["tries"] for row in rows.values())
-        percent = 100 * sum(row["false_alarms"] for row in rows.values()) / tries
-        low, high = wilson(percent, tries)
-        keep("random", {"percent": percent, "interval": [round(low, 2), round(high, 2)], "sets": rows})
+            sets[name], _ = real_splits(folders[name])
+        measure_random(sets, asked.tries, results, keep)
 
 
 if __name__ == "__main__":

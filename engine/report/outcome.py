@@ -246,7 +246,7 @@ def on_relatives(is_right: np.ndarray, related: Sequence[int], groups: Groups) -
         f"top-1 {with_relatives} on them, {without} on the other {np.count_nonzero(~has_relatives):,}"
     )
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
-    advice = ", which is what to expect on new images" if lowest_difference > 0 else ""
+    advice = ", about what to expect on new images like these" if lowest_difference > 0 else ""
     return f"{sentence}{advice}."
 
 

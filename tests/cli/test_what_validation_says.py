@@ -115,8 +115,8 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     sentence = on_relatives(is_right, range(60), ())
     assert sentence == (
         "60 of these images have relatives in training (copies, look-alikes or images of their group): top-1 100.00 % "
-        "(93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, which is what to expect on new "
-        "images."
+        "(93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, about what to expect on new "
+        "images like these."
     )
     few = on_relatives(is_right, [0, 1], ())
     assert "on the other 138." in few

@@ -248,7 +248,7 @@ def measure_made(photographs: Sequence[Path], results: dict[str, Any], keep: Kee
 
 
 def measure_real(folders: dict[str, Path], results: dict[str, Any], keep: Keep) -> None:
-    """Search real sets as at the start of a training, and whole. Sets that are in the results stay, with what was seen."""
+    """Search real sets as at the start of a training, and whole. Sets that are in the results stay as they are."""
     known = results.get("real", {})
     rows = {}
     for name, folder in folders.items():

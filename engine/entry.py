@@ -274,8 +274,8 @@ def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
         start_log(to_terminal=False)
     if command.action == "train" and not config.EVAL:
         on_terminal = sys.stdout.isatty() and world.launcher not in MAKE_TERMINALS
-        if config.LOG_STYLE == "table" or (config.LOG_STYLE == "auto" and on_terminal):
-            shorten_on_terminal()
+        if config.LOG_STYLE in ("auto", "table"):
+            shorten_on_terminal(has_table=config.LOG_STYLE == "table" or on_terminal)
         hold_warnings()
 
     if not many and world.size > 1:

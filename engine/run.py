@@ -17,8 +17,9 @@ from engine.machine.stopping import signals
 from engine.measure.meters import is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
-from engine.report.outcome import Splits, at_end, next_commands, splits_of
+from engine.report.outcome import at_end, next_commands
 from engine.report.reporter import Reporter
+from engine.report.trust import Splits, splits_of
 from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
@@ -30,7 +31,6 @@ from utils.errors import EXIT_DONE, AllRanksError, AllRanksUserError, TrainingEr
 from utils.log import (
     CONTROL,
     DETAIL,
-    IN_FULL,
     IN_LINE,
     brief_terminal,
     log,
@@ -55,12 +55,13 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     try:
         device = pick_device(config.DEVICE, world)
         threads = set_up_device(config, device, world)
-        log_lines(note.translate(IN_LINE) for note in loaded.notes)
+        for note in loaded.notes:
+            log.info("%s", note.translate(IN_LINE), extra=None if note in loaded.remarks else DETAIL)
         for warning in loaded.warnings:
             log.warning(warning.translate(IN_LINE))
         advice = no_gpu_notice(config, device, dry) if world.first else None
         if advice:
-            log.info(advice)
+            log.info(advice, extra=DETAIL)
         if world.size > 1:
             from engine.machine.environment import join_run
 
@@ -221,7 +222,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
         print_on_terminal(brief.banner(text.translate(CONTROL)))
     for number, note in enumerate(notes):
         repeats_banner = number == 0  # the first note says the same as a row of the banner
-        log.info("%s.", note, extra=None if repeats_banner else IN_FULL)
+        log.info("%s.", note, extra=DETAIL if repeats_banner else None)
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:

@@ -26,9 +26,9 @@ LOG = "log.txt"
 MOST_WARNINGS = 5
 """Number of warnings that the terminal shows before a training's banner; log.txt has all."""
 DETAIL = {"detail": True}
-"""`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
+"""`extra` of a log line that is in log.txt alone: before training begins, and always where a table has the epochs."""
 IN_FULL = {"in_full": True}
-"""`extra` of a log line that such a terminal neither shortens nor leaves out before training begins."""
+"""`extra` of a log line that is neither shortened nor left out before training begins."""
 ESCAPED = list(range(32)) + list(range(127, 160)) + list(range(0xDC80, 0xDD00))
 IN_LINE = {code: ascii(chr(code))[1:-1] for code in ESCAPED}
 """Control characters, and bytes that are not UTF-8, -> their escapes in a name or setting inside a log line."""
@@ -241,13 +241,16 @@ def _terminal() -> _Terminal | None:
     return None
 
 
-def shorten_on_terminal() -> None:
-    """Leave out details on standard output from now on, if this process logs to it."""
+def shorten_on_terminal(has_table: bool) -> None:
+    """Leave out details on standard output from now on, if this process logs to it.
+
+    has_table: whether a table of epochs takes the place of log lines; otherwise details are left out until training
+    """
     terminal = _terminal()
     if terminal:
         from utils.terminal import Brief
 
-        terminal.brief = Brief()
+        terminal.brief = Brief(has_table)
 
 
 def hold_warnings(after: int = MOST_WARNINGS) -> None:
@@ -271,7 +274,7 @@ def stop_holding_warnings(counts: bool = True) -> None:
 
 
 def brief_terminal() -> Brief | None:
-    """The object that chooses the lines on the terminal; None if all are shown, as in pipes and files."""
+    """The object that chooses the lines on standard output; None if all are shown."""
     terminal = _terminal()
     return terminal.brief if terminal else None
 

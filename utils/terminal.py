@@ -1,13 +1,13 @@
-"""What a terminal can show, and which log lines one with a table of epochs shows (LOG_STYLE auto, table)."""
+"""What a terminal can show, and which log lines standard output shows (LOG_STYLE auto, table)."""
 
 import logging
 import os
 import shutil
 import sys
 
-MOST_LINES = 10
-"""Before the first update, warnings aside."""
-MAIN_ROWS = ("device", "precision", "model", "data", "training", "output")
+MOST_LINES = 12
+"""Before the first epoch, warnings aside"""
+MAIN_ROWS = ("device", "precision", "model", "data", "inputs", "training")
 """Of the banner"""
 
 
@@ -27,42 +27,51 @@ def shortened(text: str) -> str:
 
 
 class Brief:
-    """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
+    """Chooses which log lines standard output shows: few before training begins, and details only in log.txt."""
 
-    def __init__(self) -> None:
-        """Begin before training: lines are counted, so that the banner and all notes fit into MOST_LINES."""
+    def __init__(self, has_table: bool) -> None:
+        """Begin before training: lines are counted, so that the banner and all notes fit into MOST_LINES.
+
+        has_table: whether a table of epochs takes the place of log lines
+        """
+        self.has_table = has_table
         self.can_redraw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        """Whether a line can be drawn again in place."""
+        """Whether a line can be drawn again in place"""
         self.colours = self.can_redraw and not os.environ.get("NO_COLOR")
         self.training = False
-        """Whether the first update has begun, after which lines are shown in full."""
+        """Whether training has begun, after which lines are shown in full"""
         self.lines = 0
-        """Lines shown so far."""
+        """Lines shown so far"""
         self.left_out = 0
-        """Notes that there was no room for."""
+        """Lines left out before training"""
         self._has_banner = False
-        """Whether the banner was shown, after which room is scarce."""
+        """Whether the banner was shown, after which room is scarce"""
 
     def shown(self, record: logging.LogRecord, text: str) -> str | None:
-        """Return the text of a log line as the terminal shows it; None if it is left out.
+        """Return the text of a log line as standard output shows it; None if it is left out.
 
-        Details are always left out. Before training, other lines are shortened to one line of the terminal, and left
-        out if there is no room; warnings, and lines in full, are not.
+        Before training, details are left out, and other lines if there is no room, but neither warnings nor lines in
+        full. A terminal with a table gets one line of each, and no details later either.
         """
         is_detail = getattr(record, "detail", False)
-        if is_detail:
+        if self.training and not (is_detail and self.has_table):
+            self.count(text)
+            return text
+        if self.training:
             return None
-        in_full = getattr(record, "in_full", False)
-        is_warning = record.levelno >= logging.WARNING
-        if not self.training and not is_warning and not in_full:
-            # Two lines of room are for the note on what was left out, and for the first line of training.
-            is_full = self._has_banner and self.lines >= MOST_LINES - 2
-            if is_full:
-                self.left_out += 1
-                return None
-            text = shortened(text.partition("\n")[0])
+        is_kept = record.levelno >= logging.WARNING or getattr(record, "in_full", False)
+        is_full = self._has_banner and self.lines >= MOST_LINES - 1  # one line says how many are left out
+        if is_detail or (is_full and not is_kept):
+            self.left_out += text.count("\n") + 1
+            return None
+        if not is_kept:
+            text = self._fitted(text)
         self.count(text)
         return text
+
+    def _fitted(self, text: str) -> str:
+        """Return the first line of a text, shortened to the width of the terminal if it is one."""
+        return shortened(text.partition("\n")[0]) if sys.stdout.isatty() else text
 
     def coloured(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
@@ -71,9 +80,10 @@ class Brief:
         self.lines += text.count("\n") + 1
 
     def banner(self, text: str) -> str:
-        """Return the main rows of the banner. From now on, only as many notes are shown as there is room for."""
+        """Return the main rows of the banner. From now on, only as many lines are shown as there is room for."""
         self._has_banner = True
         head, *rows = text.splitlines()
         starts = tuple(f"  {name} " for name in MAIN_ROWS)
         main = [row for row in rows if row.startswith(starts)]
-        return "\n".join(map(shortened, [head, *main]))
+        self.left_out -= len(main) + 1
+        return "\n".join(map(self._fitted, [head, *main]))

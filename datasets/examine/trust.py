@@ -15,10 +15,25 @@ class Doubt:
     kind: str
     """What it is about, in a word, such as shortcut or relatives"""
     sentence: str
-    """What was found: the number, its 95 % interval, and of which images or classes it speaks"""
+    """What was found, without a full stop: the number, its 95 % interval, and of which images or classes it speaks"""
     points: float | None = None
-    """Percentage points by which the accuracy may be too high because of it; None if it was not measured"""
+    """Percentage points by which the accuracy may be too high because of it; negative: too low. None: not measured"""
     advice: str = ""
-    """What to do about it; '' if nothing can be done"""
+    """What to do about it, without a full stop; '' if nothing can be done"""
     images: list[str] = field(default_factory=list)
     """Names of some images that show it"""
+
+    @property
+    def effect(self) -> str:
+        """What it may do to the accuracy, in words."""
+        if self.points is None:
+            return "Perhaps too high"
+        direction = "high" if self.points >= 0 else "low"
+        return f"Up to {abs(self.points):.1f} points too {direction}"
+
+    def words(self, advice: bool = True) -> str:
+        """Return effect, sentence and advice as one line. `advice`: whether to add what to do."""
+        line = f"{self.effect}: {self.sentence}."
+        if not (advice and self.advice):
+            return line
+        return f"{line} {self.advice}" if self.advice.endswith("?") else f"{line} {self.advice}."

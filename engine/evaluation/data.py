@@ -28,7 +28,7 @@ from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log, unheard, warn_once
 from utils.record.history import History
-from utils.record.run_folder import copies_in_words
+from utils.record.run_folder import read_data
 from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
 from vitamp.metrics import NO_LABELS
 from vitamp.weights import Chosen, chosen_at
@@ -258,17 +258,16 @@ def title_of(data: DataConfig) -> str:
     return f"{source_of(data)}, {TITLES[part]}{exception}"
 
 
-def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
-    """Say for the log that some of the evaluated images are also in the training split; '' if none are known to be.
+def found_in_own_data(config: Config, saved: Chosen | None) -> dict[str, Any]:
+    """Return what the start of the run found in its data; empty if other images than its validation are evaluated.
 
-    Copies are known for the run's own validation split alone: the start of the run has looked for them there.
-    `saved`: the evaluated weights; None if they have no record. `images`: number of evaluated images.
+    `saved`: the evaluated weights; None if they have no record.
     """
     run = run_folder_of(saved.place) if saved else None
     is_validation_split = config.DATA.PART in ("val", AUTO)  # AUTO is val for the run's own data
     if run is None or not is_validation_split or whose_data(config, saved) != "same place":
-        return ""
-    return copies_in_words(run, images)
+        return {}
+    return read_data(run)
 
 
 def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
-from engine.evaluation.data import copies_evaluated, evaluated_weights, warn_of_images
+from engine.evaluation.data import evaluated_weights, found_in_own_data, warn_of_images
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
 from engine.measure.meters import Position
 from engine.report.banner import banner
 from engine.report.outcome import in_context
 from engine.report.reporter import Reporter
+from engine.report.trust import doubts
 from engine.run_folder import largest_class, make_run_folder, write_run_files
 from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics
@@ -80,7 +81,7 @@ def evaluate_only(as_given: Run, dry: bool) -> None:
     reporter.validation(position, metrics, seconds)
     reporter.close()
     context, metrics_text = _describe_metrics(config, ready, metrics)
-    log_lines((context, copies_evaluated(config, recorded, len(ready.val_set))))
+    log_lines([context, *(doubt.words() for doubt in doubts(found_in_own_data(config, recorded)))])
     if checkpoint:
         metrics_text = f"{checkpoint.folder.name}, {metrics_text}"
     log.info("Done: %s; everything is in %s", metrics_text, folder)

@@ -37,7 +37,7 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, TrainingError, UserError
-from utils.log import log
+from utils.log import DETAIL, log
 from utils.own_code import executed_own_files
 from utils.program import started_as
 from utils.progress import Progress
@@ -164,7 +164,8 @@ def features_of(
             if len(missing) == images:
                 kept = f"no features of these very weights and images are kept yet{_why_not_others(folder, about)}"
             state = f"{kept}, {len(missing):,} are computed now in"
-        log.info("%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", state, folder, size)
+        title = TITLES[part_of(data, False)]
+        log.info("%s: %s images; %s %s (%s).", title, f"{images:,}", state, folder, size, extra=DETAIL)
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
             # Each process takes every N-th block, for N processes.
             is_of_this_rank = missing // BLOCK % world.size == world.rank

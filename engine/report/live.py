@@ -18,7 +18,7 @@ from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal
 from utils.standard_output import OutputError
 from utils.terminal import Brief, terminal_width
-from utils.text import clock
+from utils.text import clock, counted
 from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, WeightSet, metric_named
 
 LINES_PER_HEADER = 20
@@ -53,8 +53,12 @@ class Live:
         self._per_epoch = per_epoch
         self._epoch = start.epoch
         self._resumed = start.update > 0
-        terminal = brief_terminal()  # None if the log's details are on the terminal, in place of a table
-        if terminal is None:
+        terminal = brief_terminal()
+        if terminal is not None:
+            terminal.training = True
+            if terminal.left_out:
+                print_on_terminal(f"{counted(terminal.left_out, 'more line')} in log.txt")
+        if terminal is None or not terminal.has_table:
             self._table = None
             bar_file = sys.stderr
             shows_bar = sys.stderr.isatty()
@@ -195,9 +199,6 @@ class EpochTable:
         """Images per second, of the last report"""
         self.skipped = self.skipped_before = 0
         """Skipped updates up to now, and up to the last row"""
-        brief.training = True
-        if brief.left_out:
-            print_on_terminal(f"  {brief.left_out} more in log.txt")
         print_on_terminal("")
         self._print_header()
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from datasets import comes_unsplit, has_test
+from datasets.examine.trust import Doubt
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from utils.config.data import DataConfig
-from utils.errors import UserError
+from engine.report.trust import Result, Source, Splits, doubts
 from utils.program import start_again, tool
 from utils.record.history import History
 from utils.record.predictions import read_predictions
-from utils.record.run_folder import CONFIG, FOLDS, copies_in_words, known_to_training, read_data
+from utils.record.run_folder import FOLDS, read_data
 from utils.statistics.classes import BY_CLASS
 from utils.statistics.groups import Groups, effective_images
-from utils.statistics.proportions import Interval, newcombe, wilson
+from utils.statistics.proportions import wilson
 from utils.text import counted, some_of
-from vitamp.metrics import AVERAGE, BALANCED, NO_LABELS, TOP1, Metric, always_guessing, metric_named
+from vitamp.metrics import AVERAGE, BALANCED, NO_LABELS, TOP1, Metric, always_guessing, metric_named, set_of
 
 if TYPE_CHECKING:
     from engine.trainer import Trainer
 
-MOST = 6
-"""Most sentences at the end of a run. The last ones of `strange`, which are the least important, are left out"""
+MOST_LINES = 4
+"""Most lines at the end of a run, the commands and the last one aside"""
 # Predictions are strange:
 FEWEST_IMAGES = 10
 """if a class with at least so many images"""
@@ -42,70 +40,66 @@ NEARLY_ALL = 0.9
 FAR = 15.0
 """or if top-1 is more than so many points below that of folds of the training images"""
 
-
-FEW = 100
-"""With fewer validation images than this, folds are advised"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"
 """Words in place of an interval, if the predictions that it depends on are not known here"""
 
 
 def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
-    """Say at the end of a run what its best validation is worth, what looks wrong, and what can be done next.
+    """Say at the end of a run what its best validation is worth, and what can be done next.
 
-    Returns sentences for the log, some of which may be ''. The last one is the block of commands to copy.
+    Returns lines for the log, some of which may be '': the best metric; what training gained over the probe that it
+    began with; as many reasons to doubt the metric as there is room for; and the block of commands to copy.
     """
     ready = trainer.ready
     config = trainer.config
     folder = trainer.folder
     best = trainer.best
-    deciding_metric = metric_named(best.by)
+    metric = metric_named(best.by)
     labels = ready.val_set.sample_labels()
     groups = ready.val_set.groups()
 
     # The best metric, with its interval. The predicted classes are known if this start of the run has measured it.
     metrics = trainer.best_metrics
     best_guesses = None
-    if metrics and metrics.value(deciding_metric.name) == best.figure:
+    if metrics and metrics.value(metric.name) == best.figure:
         best_guesses = metrics.predictions.get("guess")
-    context = in_context(deciding_metric, best.figure, trainer.guess, labels, best_guesses, groups)
-    sentences = [context]
+    lines = [in_context(metric, best.figure, trainer.guess, labels, best_guesses, groups)]
 
     # What training gained over the probe that it began with.
     if config.MODEL.starts_at_probe:
         from engine.evaluation.start import gained  # only now: other runs do not need it
 
-        sentences.append(gained(deciding_metric, history, folder, best, trainer.position.update))
+        lines.append(gained(metric, history, folder, best, trainer.position.update))
 
-    # Why the best metric may be too high, and how to measure a better one. What copies of training images in validation
-    # do to it comes last, after the sentences below.
-    sentences_on_copies = [copies_in_words(folder, advice=False)]
-    if context and best.figure is not None:
-        sentences.append(flatters(len(history.of("val")), folder, splits))
-        sentences.append(advise_folds(len(labels), folder, config.DATA, splits))
-        sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
-    if best_guesses is not None:
+    # Doubts by the best predictions, or else by those of the last validation.
+    if best.figure is not None:
         data = read_data(folder)
-        is_right = labels.astype(int) == best_guesses.astype(int)
-        sentences += [on_relatives(is_right, data.get("related", []), groups), by_shortcut(data)]
-    on_copies = " ".join(sentences_on_copies).strip()
-
-    # What looks wrong with the images, by the best predictions, or else by those of the last validation: as many of
-    # these sentences as there is room for.
-    guesses = best_guesses
-    if guesses is None:
-        table = read_predictions(folder, trainer.position.update) or {}
-        guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
-    if guesses is not None:
-        names = ready.val_set.classes or []
-        in_folds = ready.choices.get(FOLDS)
-        problems = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
-        written = list(filter(None, [*sentences, on_copies]))
-        room = MOST - len(written)
-        sentences += problems[:room]
-
-    sentences.append(on_copies)
-    sentences.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
-    return sentences
+        validations = history.of("val")
+        result = Result(metric, best.figure, images=len(labels), guess=trainer.guess, groups=groups)
+        result.validations = len(validations)
+        weights, _ = set_of(best.kind)
+        result.last = history.last(metric).get(weights)
+        result.related = data.get("related", [])
+        guesses = best_guesses
+        if best_guesses is not None:
+            is_right = labels.astype(int) == best_guesses.astype(int)
+            result.is_right = is_right
+            if metric is TOP1:
+                result.interval = wilson(best.figure, effective_images(is_right, groups))
+        else:
+            table = read_predictions(folder, trainer.position.update) or {}
+            guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
+        if guesses is not None:
+            names = ready.val_set.classes or []
+            in_folds = ready.choices.get(FOLDS)
+            result.problems = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
+        found = doubts(data, result, Source(folder, splits, fold=config.DATA.FOLD is not None))
+        room = MOST_LINES - len(list(filter(None, lines)))
+        lines += [doubt.words() for doubt in found[:room]]
+        if len(found) > room:
+            lines[-1] += f" {counted(len(found) - room, 'smaller doubt')} more in the report."
+    lines.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
+    return lines
 
 
 def in_context(
@@ -174,111 +168,6 @@ def of_groups(groups: Sequence[str]) -> str:
     return f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP), which the intervals allow for."
 
 
-class Splits(NamedTuple):
-    """Facts about the data's splits that advice depends on.
-
-    A run collects them before it trains, since the data may be gone at its end.
-    """
-
-    unsplit: bool = False
-    """The program makes the validation split."""
-    test: bool = False
-    """There is a test split that is not used for validation."""
-
-
-def splits_of(data: DataConfig) -> Splits:
-    """Collect the facts about the splits of `data`; those of no data if it cannot be read."""
-    with suppress(UserError):
-        return Splits(comes_unsplit(data), has_test(data))
-    return Splits()
-
-
-def flatters(validations: int, run: Path, splits: Splits) -> str:
-    """Say that the metric of the best checkpoint flatters on the images that chose it; '' after a single validation."""
-    if validations < 2:
-        return ""
-    words = f"This is the best of {validations} validations on these images, so it flatters"
-    if splits.test:
-        command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
-        return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
-    return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
-
-
-def favoured(folder: Path, history: History, of_probe: bool) -> str:
-    """Say that copies of training images in the validation split favour some checkpoints.
-
-    Returns '' if there are no such copies, or if a single validation left no choice among checkpoints. `of_probe`:
-    training began with a linear probe, which copies favour too.
-    """
-    validations = len(history.of("val"))
-    if validations < 2 or not known_to_training(read_data(folder)):
-        return ""
-    probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
-    return f"Copies in validation favour {probe}checkpoints that remember them: on new images, others may be better."
-
-
-def on_relatives(is_right: np.ndarray, related: Sequence[int], groups: Groups) -> str:
-    """Compare top-1 on images that have relatives among the training images with top-1 on the others.
-
-    `is_right`, `groups`: whether each image is recognised, and its group. `related`: indices of those with relatives.
-    Returns '' if there are none.
-    """
-    has_relatives = np.zeros(len(is_right), bool)
-    has_relatives[[index for index in related if index < len(is_right)]] = True
-    number = np.count_nonzero(has_relatives)
-    if number == 0:
-        return ""
-    if has_relatives.all():
-        return "All of these images have relatives in training (copies, look-alikes or images of their group)."
-    group_of = np.array(groups) if len(groups) else np.arange(len(is_right))
-    percents = list[float]()
-    independent = list[float]()
-    texts = list[str]()
-    for chosen in (has_relatives, ~has_relatives):
-        percent = 100 * float(is_right[chosen].mean())
-        images = effective_images(is_right[chosen], group_of[chosen])
-        percents.append(percent)
-        independent.append(images)
-        texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
-    with_relatives, without = texts
-    sentence = (
-        f"{number:,} of these images have relatives in training (copies, look-alikes or images of their group): "
-        f"top-1 {with_relatives} on them, {without} on the other {np.count_nonzero(~has_relatives):,}"
-    )
-    lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
-    advice = ", about what to expect on new images like these" if lowest_difference > 0 else ""
-    return f"{sentence}{advice}."
-
-
-def by_shortcut(data: dict[str, Any]) -> str:
-    """Say how many validation images are recognised without the picture; '' if none of these shortcuts was found.
-
-    `data`: the content of data.json.
-    """
-    of_files = [shortcut for shortcut in data.get("shortcuts", []) if shortcut["of_file"] and shortcut["in_validation"]]
-    if not of_files:
-        return ""
-    strongest = max(of_files, key=lambda shortcut: shortcut["validation_top1"])
-    interval = Interval(*strongest["validation_interval"])
-    return (
-        f"Without the picture, {strongest['properties']} alone recognise {strongest['validation_top1']:.1f} % of these "
-        f"images ({interval.words()}), so top-1 here cannot tell whether the model knows the pictures or their files."
-    )
-
-
-def advise_folds(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
-    """Advise to train on folds if the validation split is too small to judge by; '' if it is not, or they cannot help.
-
-    `images`: number of validation images.
-    """
-    if images >= FEW or data.FOLD is not None or not splits.unsplit:
-        return ""
-    words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
-    verb = "says" if images == 1 else "say"
-    few = f"{counted(images, 'validation image')} {verb} little"
-    return f"{few}. To judge by all images, each once, train on five folds: `{tool('compare')} {words}`."
-
-
 def strange(
     labels: np.ndarray,
     guesses: np.ndarray,
@@ -286,15 +175,15 @@ def strange(
     in_folds: float | None,
     probe: np.ndarray | None = None,
     groups: Groups = (),
-) -> list[str]:
-    """Say what looks wrong with the validation images rather than with the model, the most important sentences first.
+) -> list[Doubt]:
+    """Return what looks wrong with the validation images rather than with the model.
 
     `labels`, `guesses`: class and predicted class of each validation image. `names`: of the classes; those that lack
     one are named by their numbers. `in_folds`: top-1 in percent that a linear probe reached in cross-validation on the
     training images; None if it was not measured. `probe`: classes that this probe predicts for the validation images;
     None if unknown, then the `guesses` are compared with `in_folds`. `groups`: of each image, if there are any.
     """
-    sentences = list[str]()
+    found = list[Doubt]()
     right = labels == guesses
 
     def name_of(label: int) -> str:
@@ -306,13 +195,12 @@ def strange(
     top1 = 100 * float(compared_right.mean())
     independent = effective_images(compared_right, groups)
     if in_folds is not None and wilson(top1, independent).high < in_folds - FAR:
-        sentences.append(
-            f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
-            "these images may be from another source, or their class folders swapped."
-        )
+        sentence = f"only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of training images"
+        advice = "These images may be from another source, or their class folders swapped"
+        found.append(Doubt("source", sentence, points=top1 - in_folds, advice=advice))
 
     # Classes whose images are nearly all taken for another class.
-    sentences += _describe_mistaken_classes(labels, guesses, name_of)
+    found += _mistaken_classes(labels, guesses, name_of)
 
     # Classes of which not one image is recognised.
     images = np.bincount(labels)
@@ -320,17 +208,18 @@ def strange(
     never = np.flatnonzero((images > 0) & ~recognised).tolist()
     if never:
         verb = "is" if len(never) == 1 else "are"
-        words = f"{counted(len(never), 'class')} of {np.count_nonzero(images):,} {verb}"
-        sentences.append(f"{words} never recognised: {some_of([name_of(label) for label in never])}.")
-    return sentences
+        counts = f"{counted(len(never), 'class')} of {np.count_nonzero(images):,} {verb}"
+        sentence = f"{counts} never recognised: {some_of([name_of(label) for label in never])}"
+        found.append(Doubt("classes", sentence, points=-100 * images[never].sum() / len(labels)))
+    return found
 
 
-def _describe_mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> list[str]:
-    """Write a sentence about each class of which nearly all images are taken for one other class.
+def _mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> list[Doubt]:
+    """Return a doubt about each class of which nearly all images are taken for one other class.
 
-    There is no sentence if the other classes are not recognised either, as by a model that has learnt little.
+    There is none if the other classes are not recognised either, as by a model that has learnt little.
     """
-    sentences = list[str]()
+    found = list[Doubt]()
     right = labels == guesses
     images = np.bincount(labels)
     classes = int(max(labels.max(), guesses.max())) + 1
@@ -349,12 +238,15 @@ def _describe_mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of:
         is_swapped = guess_taken_for == label
         if is_swapped:
             if label < guess:  # one sentence for both
-                sentences.append(f"{words}, and {count_back} the other way: are their folders swapped?")
+                sentence = f"{words}, and {count_back} the other way"
+                points = -100 * (count + count_back) / len(labels)
+                found.append(Doubt("swapped", sentence, points=points, advice="Are their folders swapped?"))
             continue
         # Only if the model recognises most images of the other classes, of which there must be two or more.
         if np.count_nonzero(images) > 2 and right[labels != label].mean() > 0.5:
-            sentences.append(f"{words}: are they of that class, or from another source?")
-    return sentences
+            advice = "Are they of that class, or from another source?"
+            found.append(Doubt("mistaken", words, points=-100 * count / len(labels), advice=advice))
+    return found
 
 
 def next_commands(run: Run, position: Position, best: Best, folder: Path, paused: bool = False) -> str:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import ImageDataset, check_dataset, open_dataset
+from datasets.examine.trust import Doubt
 from datasets.labels import ANY_LABEL
-from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
-from engine.report.outcome import by_shortcut, on_relatives, strange
+from engine.evaluation.data import data_for_evaluation, title_of
+from engine.report.outcome import strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
@@ -28,17 +29,15 @@ from tools.common.command_line import MEMORISED
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
-from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
-from utils.record.run_folder import FOLDS, read_data
+from utils.record.run_folder import FOLDS
 from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
 from utils.statistics.groups import design_effect, effective_images, variance_inflation
 from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
-from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
 ALL_SHOWN = 20
@@ -111,8 +110,8 @@ class Evaluation:
             sentences.append(f"{self.not_finite} images have NaN or infinite logits.")
         return sentences
 
-    def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
-        """Return sentences on what looks wrong with the images, and on likely causes; none with several labels.
+    def strange(self, trained: Trained, in_folds: float | None = None) -> list[Doubt]:
+        """Return what looks wrong with the images, and likely causes; nothing with several labels.
 
         `in_folds`: top-1 in percent that a linear probe reached in cross-validation on the training images; None: the
         run's own probe, if it has one, is compared.
@@ -325,8 +324,8 @@ class OneLabel(Evaluation):
         """Top-1 of a model that always guesses the most frequent class."""
         return 100 * int(self.support.max()) / self.images
 
-    def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
-        """Return sentences on what looks wrong with the images: classes, and top-1 against that of a linear probe.
+    def strange(self, trained: Trained, in_folds: float | None = None) -> list[Doubt]:
+        """Return what looks wrong with the images: classes, and top-1 against that of a linear probe.
 
         Without `in_folds`, also top-1 against that of the run's own validation. `in_folds`: top-1 in percent that a
         probe reached in cross-validation on the training images; None: that of the run's own probe, if it has one.
@@ -339,29 +338,33 @@ class OneLabel(Evaluation):
             top1_of_probe = chosen.choices.get(FOLDS)
         labels = self.rows.label.numpy()
         guesses = self.rows.guess.numpy()
-        sentences = strange(labels, guesses, trained.names(), top1_of_probe, groups=self.groups)
+        found = strange(labels, guesses, trained.names(), top1_of_probe, groups=self.groups)
 
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is not None or validated is None:
-            return sentences
+            return found
         # The interval of the top-1 of the run's validation minus the top-1 here.
         validation_images = chosen.meta.get("val_images") or self.images  # older checkpoints do not store the number
         # Validation images are taken to be grouped like these.
         inflation = variance_inflation(labels == guesses, self.groups)
         independent = [validation_images / inflation, self.images / inflation]
         low, high = newcombe((validated, self.values[TOP1]), independent)
-        validation_had = f"Validation had top-1 {validated:.1f} %,"
-        that_here = "that here, more than chance explains:"
+        validation_had = f"validation had top-1 {validated:.1f} %,"
+        that_here = "that here, more than chance explains"
+        points = self.values[TOP1] - validated
         if low > 0:
-            sentences.append(
-                f"{validation_had} {low:.1f} to {high:.1f} points above {that_here} the best of several validations "
-                "flatters; those images may resemble the training images more than these do, as near copies or "
-                "photographs of one place (DATA.GROUP keeps such images together); or these are from another source."
+            sentence = f"{validation_had} {low:.1f} to {high:.1f} points above {that_here}"
+            advice = (
+                "The best of several validations flatters; those images may resemble the training images more than "
+                "these do, as near copies or photographs of one place (DATA.GROUP keeps such images together); or "
+                "these are from another source"
             )
+            found.append(Doubt("source", sentence, points=points, advice=advice))
         if high < 0 and trained.config.DATA.PART not in MEMORISED:  # on training images, a higher top-1 is normal
-            easier = "these images are easier, or training has seen them or near copies of them."
-            sentences.append(f"{validation_had} {-high:.1f} to {-low:.1f} points below {that_here} {easier}")
-        return sentences
+            sentence = f"{validation_had} {-high:.1f} to {-low:.1f} points below {that_here}"
+            advice = "These images are easier, or training has seen them or near copies of them"
+            found.append(Doubt("source", sentence, points=points, advice=advice))
+        return found
 
     def words(self) -> str:
         """Describe what was evaluated, and what guessing would reach."""
@@ -596,35 +599,6 @@ def evaluation_of(
     """
     kind = OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels
     return kind.of(trained, outputs, groups)
-
-
-def on_relatives_of_training(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
-    """Compare top-1 on images that have relatives in the training data with top-1 on the others.
-
-    Relatives are images of one group (DATA.GROUP); for the run's own validation split also copies and look-alikes,
-    which the run's start has looked for, and what is recognised there without the picture. `dataset`: the evaluated
-    images. `found`: their evaluation. Returns '' if there are none, if training images were evaluated, or if the data
-    are not the run's.
-    """
-    data = trained.config.DATA
-    whose = whose_data(trained.config, trained.chosen)
-    if data.PART in MEMORISED or isinstance(found, SeveralLabels) or whose not in OF_RUN:
-        return ""
-    related = set[int]()
-    groups = dataset.groups()
-    if len(groups):
-        training_data = data.changed(PART=AUTO)  # as in training, which has no -part
-        for_training = True
-        training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
-        related.update(np.flatnonzero(np.isin(groups, training.groups())).tolist())
-    run = run_folder_of(trained.chosen.place)
-    about_data = {}
-    if run is not None and data.PART in ("val", AUTO) and whose == "same place":
-        about_data = read_data(run)
-        related.update(about_data.get("related", []))
-    is_right = (found.rows.guess == found.rows.label).numpy()
-    sentences = [on_relatives(is_right, sorted(related), groups), by_shortcut(about_data)]
-    return " ".join(filter(None, sentences))
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

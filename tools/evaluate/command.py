@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,9 +257,9 @@ def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
 
 def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Evaluate the classifier, log its metrics and what may be wrong with them, and return them for the JSON file."""
-    from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
-    from engine.report.outcome import flatters, of_groups, splits_of
-    from tools.common.evaluation import evaluation_of, on_relatives_of_training, open_part, table_of, with_bar
+    from engine.evaluation.data import warn_of_images
+    from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
+    from tools.common.trust import doubts_of
     from tools.evaluate.calibrate import about_calibration
 
     # Log which models and images are evaluated.
@@ -306,18 +306,12 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     lines += [""] + evaluation.class_table(trained)
     log.info("%s", "\n".join(lines))
 
-    # Log what may make the metrics too good or too bad: groups, the choice of the best of several validations, images
-    # that are unusual for the model, copies of training images (each remark once), and images prepared otherwise.
-    validations = max(validations_of(config, model.chosen) for model in models)
-    remarks = [
-        of_groups(groups),
-        on_relatives_of_training(trained, data.dataset, evaluation),
-        flatters(validations, Path(asked.models[0]), splits_of(config.DATA)),
-    ]
-    remarks += evaluation.strange(trained)
-    remarks += dict.fromkeys(copies_evaluated(config, model.chosen, len(data.dataset)) for model in models)
-    remarks.append(_settings_of_evaluation_alone(trained, given))
-    log_lines(remarks)
+    # Log what may make the metrics too good or too bad, and whether other tools prepare images otherwise.
+    result, found = doubts_of(trained, data.dataset, evaluation)
+    if found:
+        log.info("How far to trust this %s:", result.metric.words)
+    log_lines(f"  {doubt.words()}" for doubt in found)
+    log_lines([_settings_of_evaluation_alone(trained, given)])
     return {
         "model": config.MODEL.NAME,
         "source": source,
@@ -325,9 +319,10 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
         "tta": asked.tta,
         "temperature": {chosen.which.name: trained.temperature},
         "data": data.title,
-        "best_of_validations": validations,
+        "best_of_validations": result.validations,
         "classes": trained.names(),
         "figures": {name: evaluation.as_json()},
+        "doubts": list(map(asdict, found)),
     }
 
 

@@ -236,7 +236,7 @@ def _fit_probes(
         edge = ", the weakest that is tried" if classifier.strength == STRENGTHS[-1] else ""
         words = f"Chosen by the folds: linear, {pool}, strength {classifier.strength:.2g}{edge}."
         # `figure`: top-1 or mAP in folds
-        remarks[pool] = [words] + evaluation.strange(trained, classifier.figure)
+        remarks[pool] = [words] + [doubt.words() for doubt in evaluation.strange(trained, classifier.figure)]
         json_in_folds = evaluation_in_folds.as_json()
         results[pool] = {
             "strength": classifier.strength,

@@ -17,7 +17,7 @@ from engine.checkpoint.folder import raising_os_errors
 from engine.trained.model import Trained
 from models.build import is_timm_name, timm_weights
 from models.parts import count_parameters
-from tools.common.report_page.runs import LAYOUTS, Run, read_runs
+from tools.common.report_page.runs import LAYOUTS, Run, doubts_about, read_runs, validated
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
 from tools.export.formats import Export, Safetensors
 from utils.config.resumed import settings_of
@@ -129,6 +129,10 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         f"## Data\n\n{_data(metadata, chosen.classes, dataset, samples)}",
         f"## Results\n\n{_results(export, metrics, has_curves)}",
     ]
+    found = doubts_about(run, validated(run)) if run else []
+    if found:
+        # Without advice, whose commands name files of this machine.
+        parts.append("## How far to trust this\n\n" + "\n".join(f"- {doubt.words(advice=False)}" for doubt in found))
     return "\n\n".join(parts) + "\n"
 
 

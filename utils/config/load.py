@@ -55,6 +55,8 @@ class Loaded:
     """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
     """Lines for the log."""
+    remarks: tuple[str, ...] = ()
+    """Those of them about settings that do not have the effect that one would expect."""
     warnings: tuple[str, ...] = ()
     """Warnings for the log."""
 
@@ -168,8 +170,13 @@ def load_config(
     loaded = Loaded(config, sources, tuple(log_lines))
     if changes_epochs_only and WARMUP not in resumed:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
-    later_notes = tuple(note + _hint_at_family_defaults(note, loaded.sources) for note in notes(loaded.config, given))
-    return replace(loaded, notes=loaded.notes + later_notes, warnings=tuple(warnings(loaded.config, loaded.sources)))
+    remarks = tuple(note + _hint_at_family_defaults(note, loaded.sources) for note in notes(loaded.config, given))
+    return replace(
+        loaded,
+        notes=loaded.notes + remarks,
+        remarks=remarks,
+        warnings=tuple(warnings(loaded.config, loaded.sources)),
+    )
 
 
 def _needs_translation(layer: Layer) -> bool:

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from utils.errors import UserError
 from utils.log import LOG
-from utils.program import INSTALLED, ROOT, as_typed, tool
+from utils.program import INSTALLED, ROOT, as_typed
 from utils.record.history import METRICS_FILE
 from utils.text import redacted
 from vitamp import __version__
@@ -324,35 +323,3 @@ def known_to_training(data: dict[str, Any]) -> bool:
         look_alike = 0
     pairs = [(copies.get("found", 0), copies.get("compared", 0)), (look_alike, counts.compared)]
     return any(known and known >= KNOWN * compared for known, compared in pairs)
-
-
-def copies_in_words(folder: Path, images: int | None = None, advice: bool = True) -> str:
-    """Return a text for the end of a run or an evaluation, if validation images are also in training, else ''.
-
-    images: number of evaluated images; '' is returned if it is not that of the run's validation split. None: not known
-    advice: whether to name the commands that list these images; the warning before training has named them already
-    """
-    data = read_data(folder)
-    try:
-        copies = data["copies"]["found"]
-        compared = data["copies"]["compared"]
-        alike = data.get("alike") or []
-        if images not in (None, data["images"]["validation"]):
-            return ""
-    except (KeyError, TypeError):  # Nobody looked for copies, or the file is damaged.
-        return ""
-    command = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *data.get('use', ())])}"
-    sentences = []
-    if copies:
-        text = f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics"
-        if advice:
-            text += f": `{command} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
-        sentences.append(f"{text}.")
-    if LookAlikes(*alike).images > copies:
-        text = f"{alike_in_words(alike)}."
-        if not copies_unknown(alike):
-            text += " This may raise the metrics" + (";" if advice else ".")
-        if advice:
-            text += f" `{command} -alike DIR` shows them."
-        sentences.append(text)
-    return " ".join(sentences)

@@ -19,14 +19,13 @@ from datasets import ImageDataset
 from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
-from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
+from engine.evaluation.data import OF_RUN, check_split, whose_data
 from engine.evaluation.start import gain_over_probe, probe_is_best
-from engine.report.outcome import flatters, of_groups, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.maps import laid_over, trained_maps
 from tools.common.report_page.charts import Reliability
-from tools.common.report_page.runs import Headline
+from tools.common.trust import IMAGE_OF, doubts_of
 from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
@@ -36,9 +35,8 @@ from utils.statistics.groups import effective_images
 from utils.statistics.proportions import Interval, wilson
 from utils.text import some_of
 from vitamp.bands import picture_of_bands, shown_bands
-from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
+from vitamp.metrics import AUROC, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
 
-IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 MOST_ROWS = 100
 """Most classes in the table of classes"""
 MOST_CLASSES = 20
@@ -91,17 +89,9 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
 
         shown = evaluate_task(trained, dataset, image, deciding)
         headline = shown["headline"]
-        if headline:
-            sentences = []
-            if part == "val":
-                validations = validations_of(trained.config, trained.chosen)
-                sentences.append(_gain_in_words(trained, folder, shown))
-                sentences.append(flatters(validations, folder, splits_of(trained.config.DATA)))
-            about_groups = of_groups(dataset.groups())
-            if about_groups:
-                shown["remarks"].append(about_groups)
-                sentences.append(about_groups)
-            headline.remarks[:0] = [sentence for sentence in sentences if sentence]
+        if headline and part == "val":
+            gain = _gain_in_words(trained, folder, shown)
+            headline.remarks[:0] = [gain] if gain else []
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)
@@ -119,8 +109,8 @@ def _gain_in_words(trained: Trained, folder: Path, shown: Shown) -> str:
     return gain if has_updates else probe_is_best(metric, history, gain)
 
 
-def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
-    """Evaluate a model for images with one label, for templates/one.html. `image`: what an image is called."""
+def _one_label(trained: Trained, dataset: ImageDataset, _image: str, deciding: Metric) -> Shown:
+    """Evaluate a model for images with one label, for templates/one.html."""
     evaluation = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
     labels = evaluation.rows.label
     guesses = evaluation.rows.guess
@@ -152,23 +142,13 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     wrong = (labels != guesses).nonzero()[:, 0]
     pairs = _confused_pairs(trained, evaluation, wrong)
     about_pairs = _frequent_mistakes(pairs)
-    remarks = [about_pairs] if about_pairs else []
-    remarks += evaluation.strange(trained)
-    metric = deciding if deciding in evaluation.values else TOP1
-    headline = Headline(
-        metric,
-        evaluation.values[metric],
-        interval=evaluation.intervals[metric.name],
-        images=evaluation.images,
-        image=image,
-        guess={TOP1: evaluation.largest_class_percent, BALANCED: 100 / len(evaluation.present)}.get(metric),
-        guessing="guessing one class" if metric is BALANCED else "always guessing the largest class",
-        remarks=remarks,
-    )
+    headline, found = doubts_of(trained, dataset, evaluation, deciding)
+    headline.remarks = [about_pairs] if about_pairs else []
     return {
         "template": "one.html",
         "predicted": (labels.numpy(), {"guess": guesses.numpy(), GROUPS: groups}),
         "headline": headline,
+        "doubts": found,
         "tiles": _tiles(evaluation),
         "evaluated": evaluation.images,
         "remarks": evaluation.remarks(),
@@ -303,17 +283,8 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
         remarks.append(
             f"Weakest class: {weakest['name']} ({precision}, {weakest['images']:,} of {evaluation.images:,} images)."
         )
-    metric = AUROC if deciding is AUROC else MAP
-    headline = Headline(
-        metric,
-        evaluation.values[metric],
-        interval=evaluation.intervals[metric.name],
-        images=evaluation.images,
-        image=image,
-        guess=50.0 if metric is AUROC else float(np.mean([row["prevalence"] for row in classes])),
-        guessing="ordering the images at random",
-        remarks=remarks,
-    )
+    headline, found = doubts_of(trained, dataset, evaluation, AUROC if deciding is AUROC else MAP)
+    headline.remarks = remarks
 
     tiles = _tiles(evaluation)
     at_thresholds = {"micro F1": "f1_micro", "macro F1": "f1_macro", "images with all labels right": "exact_match"}
@@ -326,6 +297,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
         "template": "several.html",
         "predicted": (truth, {"logits": probabilities, GROUPS: np.array(dataset.groups())}),
         "headline": headline,
+        "doubts": found,
         "tiles": tiles,
         "evaluated": evaluation.images,
         "remarks": evaluation.remarks(),
@@ -387,6 +359,7 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
             shown_image[name] = data_uri(picture_of_bands(image.numpy()))
     return {
         "template": "pixels.html",
+        "doubts": [],
         "headline": None,  # only validation measures how much of the images is explained
         "hidden": 100 * trained.config.MODEL.MASK_RATIO,
         "images": shown,

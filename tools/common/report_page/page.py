@@ -11,11 +11,23 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from datasets.examine.trust import Doubt
 from tools.common.comparison import Judged, best_two, known_values, overlap_of, seed_or_fold_of
 from tools.common.contenders import Contenders, contenders_of
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
-from tools.common.report_page.runs import NOTHING, Run, data_notes, opening_of, read_runs, summary, varied_settings
+from tools.common.report_page.runs import (
+    NOTHING,
+    Run,
+    data_notes,
+    doubts_about,
+    opening_of,
+    read_runs,
+    searched_in_vain,
+    summary,
+    validated,
+    varied_settings,
+)
 from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
@@ -134,6 +146,8 @@ def _intervals_of(
 
 
 ADVICE = "-data_path names moved images; -no_predictions writes a page without predictions."
+MOST_LINKS = 3
+"""Most links to images that show a doubt"""
 MOST_SKIPS = 20
 """Most skipped updates that the page lists for a run"""
 
@@ -174,14 +188,41 @@ def write_report(
         raise UserError("\n  ".join([*failures, f"{page} stays as it is. {ADVICE}"]))
 
     opening = None
+    searched = ""
     if len(all_runs) == 1:
-        headlines = [evaluation["headline"] for evaluation in evaluations if not isinstance(evaluation, str)]
-        opening = opening_of(all_runs[0], headlines[0] if headlines else None)
+        run = all_runs[0]
+        evaluated = [evaluation for evaluation in evaluations if not isinstance(evaluation, str)]
+        measured = evaluated[0]["headline"] if evaluated else None
+        if measured is not None:
+            found = {run.name: evaluated[0]["doubts"]}
+        else:
+            measured = validated(run)
+            found = {run.name: doubts_about(run, measured)}
+        opening = opening_of(run, measured)
+        searched = searched_in_vain(run) if part == "val" else ""
+    else:
+        found = {run.name: doubts_about(run, None) for run in all_runs}  # of the data alone, which all metrics share
     shown = {"verdict": verdict, "opening": opening, "recall": recall, "evaluations": evaluations}
+    shown |= {"doubts": _rows_of_doubts(found), "searched": searched}
     write_template("page.html", page, "-out", **shown, **_about_runs(all_runs, contenders), **SIZES)  # sizes of charts
     if failures:
         raise UserError("\n  ".join([*failures, f"{page} lacks its predictions. {ADVICE}"]))
     return page
+
+
+def _rows_of_doubts(found: dict[str, list[Doubt]]) -> list[dict[str, Any]]:
+    """Return what page.html shows of the doubts about each run, by the run's name; of several runs, each doubt once."""
+    rows = dict[str, dict[str, Any]]()
+    for run, doubts in found.items():
+        for doubt in doubts:
+            row = rows.setdefault(doubt.sentence, {"doubt": doubt, "runs": [], "images": []})
+            row["runs"].append(run)
+            row["images"] = []
+            for name in doubt.images[:MOST_LINKS]:
+                file = Path(name)
+                link = file.resolve().as_uri() if file.is_file() else None
+                row["images"].append({"link": link, "short": "/".join(file.parts[-2:])})
+    return list(rows.values())
 
 
 def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str, Any]:
@@ -235,7 +276,8 @@ def _evaluate_runs(
     are now; None: where the run read them. `predicted`: if given, filled with the predictions by the runs' folders.
     """
     # Imports torch and timm, which the rest does not need.
-    from tools.common.report_page.evaluations import IMAGE_OF, evaluate
+    from tools.common.report_page.evaluations import evaluate
+    from tools.common.trust import IMAGE_OF
 
     evaluations = list[dict[str, Any] | str]()
     failures = list[str]()

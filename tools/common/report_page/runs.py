@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from datasets.examine.trust import Doubt
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import favoured, flatters, splits_of
+from engine.report.trust import Result, Source, doubts, splits_of
 from tools.common.tables import differing_settings
 from utils.config import Config, config_of_run
 from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
-from utils.record.run_folder import alike_in_words, copies_unknown, is_run_folder, read_about, read_data
-from utils.statistics.proportions import Interval, wilson
+from utils.record.predictions import GROUPS, read_predictions
+from utils.record.run_folder import LookAlikes, is_run_folder, read_about, read_data
+from utils.statistics.groups import effective_images
+from utils.statistics.proportions import wilson
 from utils.text import clock, counted
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
@@ -32,8 +35,6 @@ LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that only say how images are stored: the folder's name says more."""
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 """Titles of the rows that the page opens with, beside metrics"""
-WIDE = 20.0
-"""Least width of an interval, in percentage points, that the page warns of"""
 
 
 @dataclass(frozen=True)
@@ -259,32 +260,13 @@ def varied_settings(runs: Sequence[Run], besides: Sequence[str] = ("SAVE",)) -> 
     return {} if len(configs) < len(runs) else differing_settings(configs, besides)
 
 
-class Headline(NamedTuple):
-    """How good the model is on the images of a split, by one metric."""
+def opening_of(run: Run, measured: Result | None) -> dict[str, Any]:
+    """Write the first sentences of the report of one run: what was learnt, and how well.
 
-    metric: Metric
-    value: float
-    interval: Interval | None
-    images: int | None
-    """Number of images; None if it is unknown"""
-    image: str
-    """What an image of the split is called, such as 'validation image'"""
-    guess: float | None
-    """The metric of guessing without looking at the images; None if it is unknown"""
-    guessing: str
-    """How such a guess is made, such as 'always guessing the largest class'"""
-    remarks: list[str]
-
-
-def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
-    """Write the first sentences of the report of one run: what was learnt, how well, and how far to trust that.
-
-    `headline`: the metric from an evaluation; None: that of the run's own validation is taken. Returns the sentence on
-    what was learnt, remarks, and a sentence on the metric in three parts: the words before the number, the number
-    ("figure"), which the page shows large, and the words after it. If nothing was measured, the number is '' and the
-    words are missing.
+    `measured`: the metric; None if nothing was measured. Returns the sentence on what was learnt, remarks, and a
+    sentence on the metric in three parts: the words before the number, the number ("figure"), which the page shows
+    large, and the words after it. If nothing was measured, the number is '' and the words are missing.
     """
-    measured = headline or _validated(run)
     learnt = _learnt(run)
     remarks = _remarks(run, measured)
     if measured is None:
@@ -294,10 +276,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     interval = measured.interval
     after = ""
     if measured.images:
-        images = counted(measured.images, measured.image)
-        after += f" on {images}"
-        if interval and interval.high - interval.low >= WIDE:
-            remarks.append(f"{images} are few: the interval is wide.")
+        after += f" on {counted(measured.images, measured.image)}"
     if interval:
         after += f" (95 % interval {interval.words()})"
 
@@ -323,58 +302,42 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     }
 
 
-def _remarks(run: Run, headline: Headline | None) -> list[str]:
-    """Return remarks on how far to trust the metric: whether the run has finished, and copies of training images.
-
-    `headline`: the metric, with remarks of its own; None if nothing was measured.
-    """
-    remarks = list(headline.remarks) if headline else []
-    # Whether the run has metrics, has finished, and has validated.
+def _remarks(run: Run, measured: Result | None) -> list[str]:
+    """Return the remarks on a metric, after one on whether the run has finished. None: nothing was measured."""
+    remarks = list(measured.remarks) if measured else []
     if run.state != "finished" and not run.history.lines:
         remarks.insert(0, "The run has no metrics yet.")
     elif run.state != "finished":
         epochs = f" ({run.epochs} epochs)" if run.epochs else ""
-        after = ", so this may still change." if headline else "; no validation yet."
+        after = ", so this may still change." if measured else "; no validation yet."
         remarks.insert(0, f"The run has not finished{epochs}{after}")
-    elif not headline:
+    elif not measured:
         remarks.append("The run ended without a validation.")
-    if headline and headline.image == "test image":  # the run counted copies among its validation images only
-        return remarks
-    # Copies of training images among the validation images, and checkpoints that these copies favour.
-    remarks.append(_about_copies(read_data(run.folder)))
-    if headline and run.config:
-        remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
-    return [remark for remark in remarks if remark]
+    return remarks
 
 
-def _about_copies(data: Line) -> str:
-    """Say how many validation images are copies of training images, or look like them; '' if that is not known.
+def doubts_about(run: Run, measured: Result | None) -> list[Doubt]:
+    """Return the reasons to doubt the best validation of a run, or what its data alone raise if it has none."""
+    source = Source(run.folder)
+    if run.config:
+        source = Source(run.folder, splits_of(run.config.DATA), fold=run.config.DATA.FOLD is not None)
+    return doubts(read_data(run.folder), measured, source)
 
-    `data`: what the run stored about its data before training. It has counts of equal files ("copies") and of images
-    that look alike ("alike"), as far as the run searched for them.
-    """
+
+def searched_in_vain(run: Run) -> str:
+    """Say what the start of a run has looked for in its data and not found; '' if it has not looked at all images."""
+    data = read_data(run.folder)
     copies = data.get("copies") or {}
-    alike = data.get("alike") or []
-
-    # Files with the same bytes.
-    if copies.get("compared") and copies.get("found"):
-        image_has = "image has a copy" if copies["found"] == 1 else "images have a copy"
-        return f"{copies['found']:,} validation {image_has} in training: expect less on new images."
-
-    # Images that look alike. They may be no copies, as their labels show.
-    alike_sentence = alike_in_words(alike)
-    if alike_sentence:
-        return f"{alike_sentence}." if copies_unknown(alike) else f"{alike_sentence}. Expect less on new images."
-
-    # No copy: a sentence only if all images were compared.
     all_images = {"training": copies.get("training"), "validation": copies.get("compared")}
-    compared_all = data.get("images") == all_images
-    if copies.get("found") == 0 and compared_all:
-        # Half of all edited copies are more similar to their original than the limit from which images look alike.
-        edited = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
-        show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
-        return f"No validation image has the bytes of a training image, {edited}; {show}."
-    return ""
+    if copies.get("found") != 0 or data.get("images") != all_images:
+        return ""
+    # Half of all edited copies are more similar to their original than the limit from which images look alike.
+    alike = data.get("alike")
+    if alike and LookAlikes(*alike).images:
+        return ""
+    edited = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
+    show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
+    return f"No validation image has the bytes of a training image, {edited}; {show}."
 
 
 def _learnt(run: Run) -> str:
@@ -412,38 +375,32 @@ def _learnt(run: Run) -> str:
     return f"{model.NAME} was trained on {images}{task}."
 
 
-def _validated(run: Run) -> Headline | None:
-    """Return the headline of the best validation of the run itself; None if there was none."""
+def validated(run: Run) -> Result | None:
+    """Return the metric of the best validation of the run itself; None if there was none."""
     # The metric that decides, unless it is a loss, which says little to a reader.
     metric = run.deciding if run.deciding.percent else run.history.task.best
     best = run.history.best(metric)
     if best is None:
         return None
+    result = Result(metric, best.value, images=run.about.get("samples", {}).get("val"))
+    result.validations = len(run.history.of("val"))
+    result.last = run.history.last(metric).get(best.which)
+    result.related = read_data(run.folder).get("related", [])
 
-    # An interval, if the metric is a fraction of the images. If images are in groups, that takes the predictions, which
-    # are not read here.
-    images = run.about.get("samples", {}).get("val")
-    interval = None
-    if images and metric.counts_images and not run.about.get("val_groups"):
-        interval = wilson(best.value, images)
+    # Which images are right is known if the best validation was the last one, whose predictions are kept.
+    table = read_predictions(run.folder, best.line["update"]) or {}
+    guesses = table.get(f"{best.which.prefix}guess")
+    if metric is TOP1 and guesses is not None:
+        is_right = table["labels"] == guesses
+        result.is_right = is_right
+        result.groups = list(table.get(GROUPS, ()))
+        result.interval = wilson(best.value, effective_images(is_right, result.groups))
+    elif result.images and metric.counts_images and not run.about.get("val_groups"):
+        result.interval = wilson(best.value, result.images)
 
     # The metric of guessing, and how such a guess is made.
-    guess, guessing = metric.without_learning or (None, "")
+    result.guess, result.guessing = metric.without_learning or (None, "")
     if metric is TOP1:
-        guess = run.about.get("largest_class_percent")
-        guessing = "always guessing the largest class"
-
-    # A remark that the best of several validations flatters.
-    flatters_remark = ""
-    if run.config:
-        flatters_remark = flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))
-    return Headline(
-        metric,
-        best.value,
-        interval=interval,
-        images=images,
-        image="validation image",
-        guess=guess,
-        guessing=guessing,
-        remarks=[flatters_remark] if flatters_remark else [],
-    )
+        result.guess = run.about.get("largest_class_percent")
+        result.guessing = "always guessing the largest class"
+    return result

@@ -164,7 +164,9 @@ TRAIN: {NUM_EPOCHS: 2, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, WEIGHT_DECAY: 0.05, GRAD
 REPORT_FREQ: 10
 THREADS: 1
 DEVICE: cpu
+LOG_STYLE: paddlevit
 """
+"""LOG_STYLE paddlevit prints all lines, also those that are otherwise in log.txt alone."""
 
 
 def train_tiny(place: Path, *words: object) -> Path:

@@ -273,6 +273,15 @@ def stop_holding_warnings(counts: bool = True) -> None:
         terminal.warnings_left = None  # no limit
 
 
+def end_introduction() -> None:
+    """Say how many lines were left out before training, and show the lines of training from now on."""
+    brief = brief_terminal()
+    if brief is not None:
+        if brief.left_out:
+            print_on_terminal(f"{counted(brief.left_out, 'more line')} in {LOG}")
+        brief.training = True
+
+
 def brief_terminal() -> Brief | None:
     """The object that chooses the lines on standard output; None if all are shown."""
     terminal = _terminal()

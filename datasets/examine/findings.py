@@ -128,6 +128,12 @@ class Image(NamedTuple):
         return self.split.samples.name(self.index_in_split)
 
     @property
+    def group(self) -> str:
+        """Its group (DATA.GROUP); '' without groups."""
+        groups = self.split.samples.groups
+        return groups[self.index_in_split] if groups else ""
+
+    @property
     def label(self) -> str:
         """Name of its class, of all its classes as in `cat;dog`, or `label 3` where a class has no name."""
         label = self.split.samples.labels[self.index_in_split]

@@ -18,7 +18,7 @@ from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal
 from utils.standard_output import OutputError
 from utils.terminal import Brief, terminal_width
-from utils.text import clock, counted
+from utils.text import clock
 from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, WeightSet, metric_named
 
 LINES_PER_HEADER = 20
@@ -54,10 +54,6 @@ class Live:
         self._epoch = start.epoch
         self._resumed = start.update > 0
         terminal = brief_terminal()
-        if terminal is not None:
-            terminal.training = True
-            if terminal.left_out:
-                print_on_terminal(f"{counted(terminal.left_out, 'more line')} in log.txt")
         if terminal is None or not terminal.has_table:
             self._table = None
             bar_file = sys.stderr

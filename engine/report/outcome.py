@@ -200,26 +200,31 @@ def strange(
         found.append(Doubt("source", sentence, points=top1 - in_folds, advice=advice))
 
     # Classes whose images are nearly all taken for another class.
-    found += _mistaken_classes(labels, guesses, name_of)
+    mistaken = _mistaken_classes(labels, guesses, name_of)
+    for doubt in mistaken.values():
+        if doubt not in found:  # two swapped classes have one
+            found.append(doubt)
 
-    # Classes of which not one image is recognised.
+    # Other classes of which not one image is recognised.
     images = np.bincount(labels)
     recognised = np.bincount(labels[right], minlength=len(images)) > 0
-    never = np.flatnonzero((images > 0) & ~recognised).tolist()
+    never = [label for label in np.flatnonzero((images > 0) & ~recognised).tolist() if label not in mistaken]
     if never:
         verb = "is" if len(never) == 1 else "are"
-        counts = f"{counted(len(never), 'class')} of {np.count_nonzero(images):,} {verb}"
+        other = "other class" if mistaken else "class"
+        counts = f"{counted(len(never), other)} of {np.count_nonzero(images):,} {verb}"
         sentence = f"{counts} never recognised: {some_of([name_of(label) for label in never])}"
         found.append(Doubt("classes", sentence, points=-100 * images[never].sum() / len(labels)))
     return found
 
 
-def _mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> list[Doubt]:
-    """Return a doubt about each class of which nearly all images are taken for one other class.
+def _mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> dict[int, Doubt]:
+    """Return, by class, a doubt about each of which nearly all images are taken for one other class.
 
-    There is none if the other classes are not recognised either, as by a model that has learnt little.
+    There is none if the other classes are not recognised either, as by a model that has learnt little. Two swapped
+    classes have the same doubt.
     """
-    found = list[Doubt]()
+    found = dict[int, Doubt]()
     right = labels == guesses
     images = np.bincount(labels)
     classes = int(max(labels.max(), guesses.max())) + 1
@@ -237,15 +242,15 @@ def _mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable
         guess_taken_for, count_back = taken_for.get(guess, (None, 0))
         is_swapped = guess_taken_for == label
         if is_swapped:
-            if label < guess:  # one sentence for both
-                sentence = f"{words}, and {count_back} the other way"
-                points = -100 * (count + count_back) / len(labels)
-                found.append(Doubt("swapped", sentence, points=points, advice="Are their folders swapped?"))
+            sentence = f"{words}, and {count_back} the other way"
+            points = -100 * (count + count_back) / len(labels)
+            doubt = Doubt("swapped", sentence, points=points, advice="Are their folders swapped?")
+            found[label] = found.get(guess, doubt)
             continue
         # Only if the model recognises most images of the other classes, of which there must be two or more.
         if np.count_nonzero(images) > 2 and right[labels != label].mean() > 0.5:
             advice = "Are they of that class, or from another source?"
-            found.append(Doubt("mistaken", words, points=-100 * count / len(labels), advice=advice))
+            found[label] = Doubt("mistaken", words, points=-100 * count / len(labels), advice=advice)
     return found
 
 

@@ -16,7 +16,7 @@ from engine.measure.meters import Best, Position, Reading, updates_left, work_un
 from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
-from utils.log import DETAIL, log
+from utils.log import DETAIL, end_introduction, log
 from utils.record.history import Line, MetricsFile, plain
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.text import clock, redacted
@@ -63,6 +63,7 @@ class Reporter:
                 self._metrics = MetricsFile(folder, repeats=partial(_is_repeated, start))
             # Points up to the checkpoint stay: they were flushed before it was saved.
             self._board = Board(folder / "tensorboard", start.update + 1)
+        end_introduction()
         self.live: Live | None = None
         shows_progress = config.LOG_STYLE == "table" or sys.stdout.isatty() or sys.stderr.isatty()
         if folder and not config.EVAL and shows_progress:

@@ -129,16 +129,18 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         return Doubt("relatives", look_alike, advice=f"`{command}-alike DIR` shows them") if look_alike else None
 
     what = "relatives in training (copies, look-alikes or images of their group)"
-    images = "images" if result is None else f"{result.image}s"
-    total = data.get("images", {}).get("validation") if result is None else result.images
+    images = "validation images" if result is None else f"{result.image}s"
+    total = data["images"]["validation"] if result is None or result.images is None else result.images
     doubt = Doubt("relatives", f"{number:,} of {total:,} {images} have {what}", advice=advice)
+    doubt.points = 100 * number / total  # without them, accuracy cannot be lower by more
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     is_right = None if result is None else result.is_right
-    if result is not None and is_right is not None and len(related):
+    if result is not None and is_right is not None and len(related) > 0:
         has_relatives = np.zeros(len(is_right), bool)
         has_relatives[[index for index in related if index < len(is_right)]] = True
         if has_relatives.all():
             doubt.sentence = f"all {images} have {what}"
+            doubt.points = None
         else:
             doubt.points, comparison = _compared(is_right, has_relatives, result.groups)
             doubt.sentence += f": {comparison}"

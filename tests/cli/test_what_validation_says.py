@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from datasets.examine.trust import Doubt
 from engine.measure.meters import Best, Position
-from engine.report.outcome import MOST, Splits, at_end, by_shortcut, on_relatives, strange
+from engine.report.outcome import MOST_LINES, at_end, strange
+from engine.report.trust import MOST, Result, Splits, doubts
 from tests.program import Vitamp, run_program
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.record.history import History
+from utils.statistics.proportions import Interval
+from vitamp.metrics import TOP1
 
 COLOURS = {"leaf": (20, 160, 30), "rose": (200, 20, 40), "sky": (40, 90, 220)}
 RECIPE = """\
@@ -25,7 +30,7 @@ TRAIN: {NUM_EPOCHS: 6, WARMUP_EPOCHS: 0, BASE_LR: 5e-3}
 THREADS: 1
 DEVICE: cpu
 """
-SWAPPED = "12 of 12 images of leaf are taken for rose, and 12 the other way: are their folders swapped?"
+SWAPPED = "12 of 12 images of leaf are taken for rose, and 12 the other way. Are their folders swapped?"
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,10 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     run: Path, vitamp: Vitamp, tmp_path: Path
 ) -> None:
     test = "-part test`."
-    flatters = "This is the best of 6 validations on these images, so it flatters. Measure on the test images, "
+    flatters = "it is the best of 6 validations on these images; the last had "
     end = (run.parent / "said.txt").read_text()
     assert SWAPPED in end
-    assert flatters in end
-    assert f"scripts/evaluate.py run {test}" in end
+    assert f"scripts/evaluate.py {run} {test}" in vitamp(run, script="scripts/evaluate.py", code=0).out
     out, evaluate = ("-json", tmp_path / "e.json", "-overwrite"), "scripts/evaluate.py"
     name = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
     for place, part, number in ((run, "val", 6), (run / "checkpoints" / name, "val", 6), (run, "test", 0)):
@@ -62,7 +66,7 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
         assert json.loads((tmp_path / "e.json").read_text())["best_of_validations"] == number
         assert ("points below that here, more than chance explains" in said) == (part == "test")
     grouped = vitamp(run, "-part", "test", "DATA.GROUP=^[a-z]+", script=evaluate, code=0).out
-    assert "The 36 images are 3 groups" in grouped
+    assert "chance, on 36 test images in 3 groups, which the interval allows for (DATA.GROUP)" in grouped
     assert "points below that here" not in grouped, "three groups are few"
     copy = run.parent / "flowers" / "test" / "sky" / "copy.png"
     shutil.copy(next((run.parent / "flowers" / "train" / "sky").iterdir()), copy)
@@ -73,8 +77,8 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     for one, other in (("leaf", "rose"), ("rose", "sky"), ("sky", "leaf")):
         (tmp_path / "others" / other).symlink_to((run.parent / "flowers" / "test" / one).resolve())
     others = vitamp(run, "-data_path", tmp_path / "others", script=evaluate, code=0).out
-    assert "Validation had top-1 33.3 %, " in others
-    assert "above that here, more than chance explains: the best of several validations flatters; those" in others
+    assert "points too low: validation had top-1 33.3 %, " in others
+    assert "above that here, more than chance explains. The best of several validations flatters; those" in others
     shutil.copytree(run, tmp_path / "run")
     about = tmp_path / "run" / "checkpoints" / name / "meta.json"
     meta = json.loads(about.read_text())
@@ -83,19 +87,18 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
         meta["metrics"]["acc1"] = value
         about.write_text(json.dumps(meta))
         others = vitamp(tmp_path / "run", "-data_path", tmp_path / "others", script=evaluate, code=0).out
-        assert (f"Validation had top-1 {value:.1f} %, " in others) == said
+        assert (f"validation had top-1 {value:.1f} %, " in others) == said
     vitamp(run, script="scripts/report.py", code=0)
     page = (run / "report.html").read_text()
-    assert f"<li>{SWAPPED}</li>" in page, "each remark is a line of its own"
-    assert f"<li>{flatters}" in page
+    swapped, advice = SWAPPED.split(". ")
+    assert f"<dd>{swapped}." in page, "each doubt is a row of its own"
+    assert f'<div class="soft">{advice}</div>' in page
+    assert f"<dd>{flatters[0].upper()}{flatters[1:]}" in page
     assert "12 of 24 mistakes. Click an image" in page
 
 
 def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
-    place, advice = (
-        run.parent,
-        " validation images say little. To judge by all images, each once, train on five folds: `",
-    )
+    place, advice = run.parent, "To judge by all images, each once, train on five folds: `"
     assert advice not in (place / "said.txt").read_text(), "its validation images come with the data"
     words = ("-cfg", "own.yaml", "-output", "one", "DATA.DATA_PATH=flowers/train", "TRAIN.NUM_EPOCHS=1")
     said = run_program(*words, cwd=place, streams=place, code=0).out
@@ -106,52 +109,87 @@ def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
     said = run_program(*words, script="scripts/compare.py", cwd=place, streams=place, code=0).out
     assert "one: accuracy " in said
     assert "images of 1 of 5 folds (95 % interval" in said
-    assert "say little" not in (place / "one-folds/one-fold1/log.txt").read_text()
+    assert advice not in (place / "one-folds/one-fold1/log.txt").read_text()
+
+
+def relatives(is_right: np.ndarray, related: Sequence[int], groups: Sequence[str] = ()) -> Doubt | None:
+    """The doubt that these relatives raise about top-1."""
+    result = Result(TOP1, 100 * float(is_right.mean()), images=len(is_right), is_right=is_right)
+    result.related = related
+    result.groups = groups
+    found = [doubt for doubt in doubts({}, result) if doubt.kind == "relatives"]
+    return found[0] if found else None
 
 
 def test_images_with_relatives_in_training_are_measured_apart() -> None:
-    """The difference is said to be what to expect only where it is beyond chance; groups widen the intervals."""
+    """What they are worth is said only where it is beyond chance; groups widen the intervals."""
     is_right = np.array([True] * 60 + [True, False] * 40)
-    sentence = on_relatives(is_right, range(60), ())
-    assert sentence == (
-        "60 of these images have relatives in training (copies, look-alikes or images of their group): top-1 100.00 % "
-        "(93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, about what to expect on new "
-        "images like these."
+    doubt = relatives(is_right, range(60))
+    assert doubt is not None
+    assert doubt.words(advice=False) == (
+        "Up to 21.4 points too high: 60 of 140 validation images have relatives in training (copies, look-alikes or "
+        "images of their group): top-1 100.00 % (93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other "
+        "80, about what to expect on new images like these."
     )
-    few = on_relatives(is_right, [0, 1], ())
-    assert "on the other 138." in few
-    groups = [f"{number // 30}" for number in range(140)]
-    assert "(39.30 to 60.70 %)" not in on_relatives(is_right, range(60), groups)
-    assert on_relatives(is_right, [], ()) == ""
-    assert on_relatives(is_right, range(140), ()).startswith("All of these images have relatives in training")
+    few = relatives(is_right, [0, 1])
+    assert few is not None
+    assert few.points is None
+    assert few.sentence.endswith("on the other 138, a difference that may be chance")
+    grouped = relatives(is_right, range(60), [f"{number // 30}" for number in range(140)])
+    assert grouped is not None
+    assert "(39.30 to 60.70 %)" not in grouped.sentence
+    assert relatives(is_right, []) is None
+    every = relatives(is_right, range(140))
+    assert every is not None
+    assert every.sentence.startswith("all validation images have relatives in training")
 
 
-def test_a_shortcut_that_validation_has_too_is_set_beside_the_metric() -> None:
-    shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True}
-    shortcut |= {"validation_top1": 90.0, "validation_interval": [85.0, 94.0]}
-    assert (
-        "Without the picture, size and shape alone recognise 90.0 % of these images (85.00 to 94.00 %)"
-        in by_shortcut({"shortcuts": [shortcut]})
+def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() -> None:
+    shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True, "points": 45.0}
+    shortcut |= {"validation_top1": 90.0, "validation_interval": [85.0, 94.0], "advice": "Crop", "images": ["a.png"]}
+    (doubt,) = doubts({"shortcuts": [shortcut]}, Result(TOP1, 80.0, guess=55.0))
+    assert doubt.words() == (
+        "Up to 25.0 points too high: without the picture, size and shape alone recognise 90.0 % of the validation "
+        "images (85.00 to 94.00 %), so a model may know the files instead of the pictures. Crop."
     )
+    (before,) = doubts({"shortcuts": [shortcut]})
+    assert (before.points, before.images) == (45.0, ["a.png"])
     for change in ({"of_file": False}, {"in_validation": False}):
-        assert by_shortcut({"shortcuts": [shortcut | change]}) == ""
+        assert doubts({"shortcuts": [shortcut | change]}) == []
+
+
+def test_doubts_of_the_largest_effect_come_first_and_unmeasured_ones_last() -> None:
+    data = {"classes": {"training": {"a": 5, "b": 5}, "validation": {"a": 3, "b": 0}}, "images": {"validation": 3}}
+    result = Result(TOP1, 90.0, Interval(80.0, 95.0), images=3, validations=4, last=86.0)
+    result.problems = [Doubt(f"{number}", "", points=-number) for number in range(11, 20)]
+    found = doubts(data, result)
+    assert [doubt.kind for doubt in found] == ["19", "18", "17", "16", "15", "14", "13"]
+    assert len(found) == MOST
+    result.problems = []
+    assert [doubt.words(advice=False) for doubt in doubts(data, result)] == [
+        "Up to 10.0 points too high: chance, on 3 validation images.",
+        "Up to 4.0 points too high: it is the best of 4 validations on these images; the last had 86.00 %.",
+        "Perhaps too high: 1 class of 2 has no validation image: b.",
+    ]
 
 
 def test_only_what_stands_out_is_strange() -> None:
     names, labels = ["a", "b", "c"], np.repeat([0, 1, 2], 20)
     taken = np.where(labels == 0, 1, labels)
-    (said, never) = strange(labels, taken, names, None)
-    assert said == "20 of 20 images of a are taken for b: are they of that class, or from another source?"
-    assert never == "1 class of 3 is never recognised: a."
-    never = ["2 classes of 3 are never recognised: a, c."]
-    assert strange(labels, np.ones(60, int), names, None) == never, "a model that has learnt nothing"
+    (said,) = strange(labels, taken, names, None)
+    assert said.words() == (
+        "Up to 33.3 points too low: 20 of 20 images of a are taken for b. Are they of that class, or from another "
+        "source?"
+    )
+    (never,) = strange(labels, np.ones(60, int), names, None)
+    assert never.sentence == "2 classes of 3 are never recognised: a, c", "a model that has learnt nothing"
     few = np.repeat([0, 1, 2], [9, 20, 20])
     assert not strange(few, np.where((few == 0) & (np.arange(49) > 0), 1, few), names, None), "too few images"
     two = np.repeat([0, 1], 20)
-    never = ["1 class of 2 is never recognised: a."]
-    assert strange(two, np.ones(40, int), names, None) == never, "always the same class"
+    (never,) = strange(two, np.ones(40, int), names, None)
+    assert never.sentence == "1 class of 2 is never recognised: a", "always the same class"
     (said,) = strange(two, np.where(np.arange(40) % 2, two, 1 - two), names, 95.0)
-    assert said.startswith("Only 50.0 % of these images are recognised, and 95.0 % in folds of the training images:")
+    assert said.sentence == "only 50.0 % of these images are recognised, and 95.0 % in folds of training images"
     assert not strange(two, np.where(np.arange(40) % 8, two, 1 - two), names, 95.0), "87.5 % of 40"
     assert not strange(two, np.where(np.arange(40) % 2, two, 1 - two), names, 95.0, two), "the probe recognises them"
 
@@ -176,9 +214,9 @@ def test_the_end_of_a_run_has_no_more_sentences_than_one_reads(tmp_path: Path) -
         paused=False,
     )
     validated = History([{"event": "val", "update": update} for update in (1, 2)])
-    context, flatters, *strange_ones, commands = filter(None, at_end(trainer, Splits(), validated))
+    context, *found, commands = filter(None, at_end(trainer, Splits(), validated))
     assert context.startswith("Top-1 4.50 % on 440 images")
-    assert flatters.startswith("This is the best of 2 validations")
-    assert len(strange_ones) == MOST - 2
-    assert all("are their folders swapped?" in line for line in strange_ones)
+    assert len(found) == MOST_LINES - 1
+    assert all("Are their folders swapped?" in line for line in found)
+    assert found[-1].endswith("4 smaller doubts more in the report.")
     assert commands.startswith("Next")

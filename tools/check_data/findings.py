@@ -58,7 +58,21 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
         findings.by_kind[kind].append(f"{shortcut.sentence}. {shortcut.advice}.")
     add_copies(findings, images)
     _add_near(findings, splits)
+    findings.related = _related(findings, list(splits[0].images()), validation)
     return findings
+
+
+def _related(findings: Findings, training: Sequence[Image], validation: Sequence[Image]) -> list[int]:
+    """Return the indices of the validation images with a relative in training: a copy, or an image of their group."""
+    contents = {image.scan.same for image in training if image.scan.same}
+    groups = {image.group for image in training if image.group}
+    # A training image that is nearly the same as a validation image is reported as its copy.
+    nearly_copied = {finding.copy_of for finding in findings.by_kind[NEAR_OVERLAP] if finding.split == "training"}
+    return [
+        image.index_in_split
+        for image in validation
+        if image.scan.same in contents or image.group in groups or image.name in nearly_copied
+    ]
 
 
 def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:

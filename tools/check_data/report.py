@@ -23,6 +23,7 @@ from datasets.examine.findings import (
     Split,
 )
 from datasets.exclude import line_of, text_of
+from engine.report.trust import doubts
 from utils.config.data import DataConfig
 from utils.log import log
 from utils.program import started_as
@@ -32,7 +33,7 @@ SHOWN = 5
 
 
 def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
-    """Return the report for the terminal: a summary, the advice, class sizes, and a few findings of each kind.
+    """Return the report for the terminal: a summary, the advice, doubts, class sizes, and a few findings of each kind.
 
     Names of images are shortened by the path of the data set.
     """
@@ -58,7 +59,10 @@ def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     if findings.modes:
         modes = ", ".join(f"{mode} {count:,}" for mode, count in findings.modes.items())
         summary.append(f"note: colour modes: {modes}")
-    blocks = [summary, advice, _class_table(findings.classes)]
+    trust = [f"  {doubt.words()}" for doubt in doubts(asdict(findings))]
+    if trust:
+        trust.insert(0, "How far an accuracy on the validation split can be trusted:")
+    blocks = [summary, advice, trust, _class_table(findings.classes)]
     for kind, of_kind in by_kind.items():
         blocks.append([f"{kind.title}:", *_finding_lines(of_kind, name_prefix(data))])
     return "\n\n".join("\n".join(block) for block in blocks if block)

@@ -39,7 +39,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, made)
     start_log(to_terminal=True)
-    shorten_on_terminal()
+    shorten_on_terminal(has_table=True)
     return made
 
 
@@ -103,20 +103,22 @@ def test_many_notes_on_the_data_are_counted_instead(monkeypatch: pytest.MonkeyPa
     terminal = open_terminal(monkeypatch)
     brief = brief_terminal()
     assert brief is not None
-    print_on_terminal(brief.banner("vitamp\n  tag        text\n\n  inputs     mean\n  data       digits"))
-    for number in range(9):
+    banner = "vitamp\n  tag        text\n\n  output     here\n  data       digits"
+    log.info(banner, extra=DETAIL)
+    print_on_terminal(brief.banner(banner))
+    for number in range(10):
         log.info("note %d", number)
     log.info("to be read", extra=IN_FULL)
     log.warning("shown")
     assert screen(terminal.getvalue()) == [
         "vitamp",
         "  data       digits",
-        *(f"note {n}" for n in range(6)),
+        *(f"note {n}" for n in range(9)),
         "to be read",
         "warning: shown",
         "",
     ]
-    assert brief.left_out == 3
+    assert brief.left_out == 4, "a note, and three lines of the banner"
 
 
 def rows(monkeypatch: pytest.MonkeyPatch, width: int, mark: str = "best", skipped: int = 0) -> list[str]:
@@ -166,6 +168,6 @@ def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Brief().colours
+    assert Brief(has_table=True).colours
     monkeypatch.setenv("NO_COLOR", "1")
-    assert (Brief().can_redraw, Brief().colours) == (True, False)
+    assert (Brief(has_table=True).can_redraw, Brief(has_table=True).colours) == (True, False)

@@ -147,7 +147,7 @@ class Config(Section):
     LOG_STYLE: Literal["auto", "table", "paddlevit", "fleet"] = setting(
         "auto",
         "Training log lines. table: one row per epoch, in a file or pipe, too; auto: on a terminal the table and a "
-        "progress bar, elsewhere paddlevit.",
+        "progress bar, elsewhere paddlevit, but few lines before the first epoch.",
     )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(

@@ -331,5 +331,6 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
         yield f"Copies of {original_split} images, on which a model does better than on new ones: {counts}. {advice}."
 
     look_alike = alike_in_words(findings.alike)
-    if look_alike:
+    copies_found = findings.copies.found if findings.copies else 0
+    if look_alike and LookAlikes(*findings.alike).images > copies_found:
         yield f"{look_alike}. `{command} -alike DIR` shows them."

@@ -34,12 +34,9 @@ from vitamp.checkpoints import Checkpoint
 from vitamp.metrics import TOP1, Metric
 from vitamp.pooling import pool_of
 
-TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
+TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may help."
 AT_LAST = "At the last validation,"
-PROBE_IS_BEST = (
-    "On these images, training did not improve on the linear probe that it began with: the best checkpoint is that "
-    "probe."
-)
+PROBE_IS_BEST = "The best checkpoint is the linear probe that training began with."
 
 
 def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool) -> dict[str, Any]:
@@ -287,4 +284,4 @@ def beside_probe(
     is_better = low > 0
     if is_better:
         return sentence
-    return f"{sentence} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
+    return f"{sentence} {TO_GAIN}"

@@ -123,12 +123,12 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     command = ""
     if source.run is not None:
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
-    advice = f"`{command}-alike DIR` shows them, and -split FILE divides the images so that no part has relatives"
+    advice = f"`{command}-alike DIR` shows them; -split FILE divides the images so that no part has relatives"
     if number == 0:
         look_alike = alike_in_words(alike)
         return Doubt("relatives", look_alike, advice=f"`{command}-alike DIR` shows them") if look_alike else None
 
-    what = "relatives in training (copies, look-alikes or images of their group)"
+    what = "relatives in training"
     images = "validation images" if result is None else f"{result.image}s"
     total = data["images"]["validation"] if result is None or result.images is None else result.images
     doubt = Doubt("relatives", f"{number:,} of {total:,} {images} have {what}", advice=advice)
@@ -169,8 +169,8 @@ def _compared(is_right: np.ndarray, has_relatives: np.ndarray, groups: Groups) -
     words = f"top-1 {with_relatives} on them, {without} on the other {np.count_nonzero(~has_relatives):,}"
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
     if lowest_difference <= 0:
-        return None, f"{words}, a difference that may be chance"
-    return 100 * float(is_right.mean()) - percents[1], f"{words}, about what to expect on new images like these"
+        return None, f"{words}, which may be chance"
+    return 100 * float(is_right.mean()) - percents[1], f"{words}, as on new images like these"
 
 
 def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None:

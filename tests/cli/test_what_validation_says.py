@@ -127,14 +127,13 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     doubt = relatives(is_right, range(60))
     assert doubt is not None
     assert doubt.words(advice=False) == (
-        "Up to 21.4 points too high: 60 of 140 validation images have relatives in training (copies, look-alikes or "
-        "images of their group): top-1 100.00 % (93.98 to 100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other "
-        "80, about what to expect on new images like these."
+        "Up to 21.4 points too high: 60 of 140 validation images have relatives in training: top-1 100.00 % (93.98 to "
+        "100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, as on new images like these."
     )
     few = relatives(is_right, [0, 1])
     assert few is not None
     assert few.points is None
-    assert few.sentence.endswith("on the other 138, a difference that may be chance")
+    assert few.sentence.endswith("on the other 138, which may be chance")
     grouped = relatives(is_right, range(60), [f"{number // 30}" for number in range(140)])
     assert grouped is not None
     assert "(39.30 to 60.70 %)" not in grouped.sentence

@@ -409,7 +409,7 @@ def test_copies_of_training_images_are_named(run: Path) -> None:
         doubts = doubts_about(read, validated(read))
         return " ".join([searched_in_vain(read), *(doubt.words() for doubt in doubts)])
 
-    has = "have relatives in training (copies, look-alikes or images of their group)"
+    has = "have relatives in training"
     assert f"Up to 5.8 points too high: 23 of 400 validation images {has}" in of(23, 400)
     assert "check_data.py -cfg" in of(23, 400)
     assert "No validation image has the bytes of a training image, edited copies were not counted; " in of(0, 400)

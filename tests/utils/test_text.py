@@ -75,7 +75,7 @@ def test_words_for_the_end_of_a_run() -> None:
 )
 def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
     images = np.arange(100)
-    advice = f"The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
+    advice = TO_GAIN
     said = said.format("the linear probe that training began with", advice)
     assert (
         beside_probe(TOP1, validated(), np.zeros(100, int), images < 20, images < wrong) == f"{AT_LAST} right on {said}"

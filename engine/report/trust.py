@@ -239,7 +239,7 @@ def _by_choice(result: Result, source: Source) -> Doubt | None:
         return None
     doubt = Doubt("choice", f"it is the best of {result.validations} validations on these images")
     if result.last is not None and result.metric.percent:
-        doubt.points = abs(result.value - result.last)
+        doubt.points = abs(result.value - result.last) or None
         doubt.sentence += f"; the last had {result.metric.number(result.last)}"
     doubt.advice = "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
     if source.splits.test and source.run is not None:

@@ -91,7 +91,7 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     page = tmp_path / "report.html"
     vitamp(tmp_path / "run", "-no_predictions", "-out", page, script="scripts/report.py", code=0)
     text = page.read_text(encoding="utf-8")
-    assert "<h2>The data</h2>" in text
+    assert "<h2>What training said of the data</h2>" in text
     assert "Copies of training images" in text
     assert "Always guessing the largest class would give 61.5 % in validation" in text
 

@@ -196,7 +196,8 @@ def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None
 def _by_names(data: Mapping[str, Any]) -> Doubt | None:
     """Return the doubt that names of images raise: they may show one thing in several splits."""
     series = data.get("series", "")
-    return Doubt("names", f"{series[0].lower()}{series[1:]}") if series else None
+    is_known = series.startswith("DATA.GROUP")  # these images are relatives
+    return None if is_known or not series else Doubt("names", f"{series[0].lower()}{series[1:]}")
 
 
 def _by_classes(data: Mapping[str, Any]) -> Doubt | None:

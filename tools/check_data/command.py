@@ -232,8 +232,6 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
         log.warning("%s.", findings.companions)
     if findings.series and data.GROUP is not None:
         log.warning("%s.", findings.series)
-    elif findings.series:
-        advice.append(f"{findings.series}.")
     log.info(report_text(findings, data, advice))
 
 

@@ -112,50 +112,43 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
 
 
 def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source) -> Doubt | None:
-    """Return the doubt that images with relatives in training raise: copies, look-alikes, images of their group.
-
-    If it is known which images are recognised, top-1 on the images without relatives says how much they may be worth.
-    """
-    related = data.get("related", []) if result is None else result.related
+    """Return the doubt that images with relatives in training raise: copies, look-alikes, images of their group."""
     copies = data.get("copies") or {}
-    alike = data.get("alike") or []
+    related = data.get("related", []) if result is None else result.related
     number = max(len(related), copies.get("found", 0))
     command = ""
     if source.run is not None:
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
-    advice = f"`{command}-alike DIR` shows them; -split FILE divides the images so that no part has relatives"
-    if number == 0:
-        look_alike = alike_in_words(alike)
-        return Doubt("relatives", look_alike, advice=f"`{command}-alike DIR` shows them") if look_alike else None
+    shows = f"`{command}-alike DIR` shows them"
+    if number == 0:  # some may look alike, without being relatives
+        look_alike = alike_in_words(data.get("alike") or [])
+        return Doubt("relatives", look_alike, advice=shows) if look_alike else None
 
-    what = "relatives in training"
-    images = "validation images" if result is None else f"{result.image}s"
-    total = data["images"]["validation"] if result is None or result.images is None else result.images
-    doubt = Doubt("relatives", f"{number:,} of {total:,} {images} have {what}", advice=advice)
-    doubt.points = 100 * number / total  # without them, accuracy cannot be lower by more
-    doubt.images = [copy for copy, _original in copies.get("examples", [])]
-    is_right = None if result is None else result.is_right
-    if result is not None and is_right is not None and len(related) > 0:
-        has_relatives = np.zeros(len(is_right), bool)
-        has_relatives[[index for index in related if index < len(is_right)]] = True
-        if has_relatives.all():
-            doubt.sentence = f"all {images} have {what}"
-            doubt.points = None
-        else:
-            doubt.points, comparison = _compared(is_right, has_relatives, result.groups)
-            doubt.sentence += f": {comparison}"
+    if result is not None and result.is_right is not None and len(related) > 0:
+        doubt = _compare_relatives(result, result.is_right)
+    else:
+        total = data["images"]["validation"] if result is None or result.images is None else result.images
+        doubt = Doubt("relatives", f"{number:,} of {total:,} validation images have relatives in training")
+        doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
     # Training sees the originals of copies, so checkpoints that remember them look better than they are.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
         doubt.sentence += "; they also favour checkpoints that remember them"
+    doubt.advice = f"{shows}; -split FILE divides the images so that no part has relatives"
+    doubt.images = [copy for copy, _original in copies.get("examples", [])]
     return doubt
 
 
-def _compared(is_right: np.ndarray, has_relatives: np.ndarray, groups: Groups) -> tuple[float | None, str]:
-    """Compare top-1 on images that have relatives with top-1 on the others, and return what the relatives may add.
+def _compare_relatives(result: Result, is_right: np.ndarray) -> Doubt:
+    """Compare top-1 on the images that have relatives with top-1 on the others, which may be what to expect.
 
-    Returns percentage points, or None if the difference may be chance; and the comparison in words.
+    The relatives are worth a number of points only if the difference is beyond chance.
     """
-    group_of = np.array(groups) if len(groups) else np.arange(len(is_right))
+    has_relatives = np.zeros(len(is_right), bool)
+    has_relatives[[index for index in result.related if index < len(is_right)]] = True
+    number = np.count_nonzero(has_relatives)
+    if has_relatives.all():
+        return Doubt("relatives", f"all {number:,} {result.image}s have relatives in training")
+    group_of = np.array(result.groups) if len(result.groups) else np.arange(len(is_right))
     percents = list[float]()
     independent = list[float]()
     texts = list[str]()
@@ -166,11 +159,15 @@ def _compared(is_right: np.ndarray, has_relatives: np.ndarray, groups: Groups) -
         independent.append(images)
         texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
     with_relatives, without = texts
-    words = f"top-1 {with_relatives} on them, {without} on the other {np.count_nonzero(~has_relatives):,}"
+    sentence = (
+        f"{number:,} of {len(is_right):,} {result.image}s have relatives in training: top-1 {with_relatives} on them, "
+        f"{without} on the other {len(is_right) - number:,}"
+    )
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
     if lowest_difference <= 0:
-        return None, f"{words}, which may be chance"
-    return 100 * float(is_right.mean()) - percents[1], f"{words}, as on new images like these"
+        return Doubt("relatives", f"{sentence}, which may be chance")
+    points = 100 * float(is_right.mean()) - percents[1]
+    return Doubt("relatives", f"{sentence}, as on new images like these", points=points)
 
 
 def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None:

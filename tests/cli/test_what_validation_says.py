@@ -140,7 +140,7 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     assert relatives(is_right, []) is None
     every = relatives(is_right, range(140))
     assert every is not None
-    assert every.sentence.startswith("all validation images have relatives in training")
+    assert every.sentence.startswith("all 140 validation images have relatives in training")
 
 
 def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() -> None:

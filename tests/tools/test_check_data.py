@@ -116,6 +116,9 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
         Image.new(mode, (40, 40), 1).save(train / "cat" / name)
 
     done, found = check(tree, "-fix", listed, code=1)
+    header, row = re.search(r"Images per class, 3 of 3 classes:\n(.*)\n(.*)\n", done.out).groups()  # pyright: ignore
+    assert header.split() == ["training", "validation", "class"]
+    assert header.index("class") == row.index(row.split()[-1]), "headings are above their columns"
     defects, notes = found["defects"], found["notes"]
     kinds = dict(zip(names(defects["unreadable"]), (one["kind"] for one in defects["unreadable"]), strict=True))
     assert kinds == {

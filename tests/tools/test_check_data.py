@@ -23,6 +23,7 @@ from datasets.base import Samples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Result, Vitamp, save_image
+from tools.check_data.command import fractions
 from tools.check_data.near import MOST_BITS, SIDE, Thumbnails, near_pairs
 from tools.check_data.scan import scan_split
 from utils.config.data import DataConfig
@@ -534,10 +535,17 @@ def test_a_new_split_keeps_images_of_one_thing_in_one_part(
     checked, _ = check(root, dataset=f"csv:{table}", code=1)
     assert "Test split: " in checked.out
     assert "in two splits" not in checked.out
-    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,40", script=SCRIPT, code=2)
-    assert "-parts 60,40: takes three numbers above 0" in wrong.err
+    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,20,30", script=SCRIPT, code=2)
+    assert "-parts 60,20,30: takes three numbers above 0 that add up to 100" in wrong.err
     alone = vitamp("-dataset", "digits", "-parts", "60,20,20", script=SCRIPT, code=2)
     assert "-parts: it gives the sizes of the parts of -split FILE.csv, which is missing" in alone.err
+
+
+@pytest.mark.parametrize("text", ["60,40", "60,20,30", "3,1,1", "60,40,0", "120,-10,-10", "nan,50,50", "a,b,c", ""])
+def test_parts_of_a_new_split_add_up(text: str) -> None:
+    assert fractions("50,30,20") == fractions("0.5,0.3,0.2") == (0.5, 0.3, 0.2)
+    with pytest.raises(ValueError, match="takes three numbers above 0 that add up to 100"):
+        fractions(text)
 
 
 def test_training_says_unasked_that_copies_are_edited(

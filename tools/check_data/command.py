@@ -175,8 +175,10 @@ def _check(config: Config, asked: Asked, world: World) -> int:
         from tools.check_data.alike import write_alike
 
         possible_copies = write_alike(config, splits, asked.alike)  # number of images
-        if possible_copies > 0:
-            other_defects = "no other defects" if findings.clean else "there are others"
+        other_defects = "no other defects" if findings.clean else "there are other defects"
+        if possible_copies is None:
+            result = f"Whether images are copies cannot be told; {other_defects}."
+        elif possible_copies > 0:
             result = f"Defects: {counted(possible_copies, 'image')} may be copies; {other_defects}."
     in_rare_format = findings.by_kind[UNLIKE]
     if asked.split is not None:

@@ -1,9 +1,8 @@
 """Exit codes, and errors that the user can fix: they are printed as text, never as a traceback."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 
-from vitamp.errors import UserError
+from vitamp.errors import UserError, closest
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -28,13 +27,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the known word closest to `word`; '' if none is close."""
     match = closest(word, known)
     return f" Did you mean {match}?" if match else ""
-
-
-def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word closest to `word`, whatever their case; None if none is close."""
-    by_folded = {name.casefold(): name for name in known}
-    matches = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=cutoff)
-    return by_folded[matches[0]] if matches else None
 
 
 def either(words: Sequence[object]) -> str:

@@ -21,6 +21,7 @@ from utils.flags import BY_NAME, IGNORED, Flag
 from utils.precisions import AMP_WORDS, amp_settings_of
 from utils.program import tool
 from utils.record.run_folder import is_run_folder
+from vitamp.files import suggested_path
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 INSTEAD: dict[str, list[str]] = TABLE["instead"]
@@ -241,7 +242,7 @@ def unrecognised(
             advice = f"-{before.name} takes no value."
     if not advice:
         forms = "-flag value or KEY=VALUE" if takes_settings else "-flag value"
-        advice = f"Arguments have the form {forms}; -h lists the flags."
+        advice = f"Arguments have the form {forms}; -h lists the flags{suggested_path(Path(text))}."
     return UserError(f"unrecognised argument '{text}'. {advice}")
 
 
@@ -269,7 +270,7 @@ def _advice_on_path(text: str, known: Mapping[str, Flag]) -> str:
     if "data_path" in known and Path(text).exists():
         return f"Did you mean -data_path {text}?"
     if "data_path" in known and "/" in text:
-        return "There is no such file or folder for -data_path."
+        return f"There is no such file or folder for -data_path{suggested_path(Path(text))}."
     return ""
 
 

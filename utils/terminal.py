@@ -12,8 +12,8 @@ MAIN_ROWS = ("device", "precision", "model", "data", "inputs", "training")
 
 
 def terminal_width() -> int:
-    """Columns that a line may fill: some terminals wrap a line that fills the last one."""
-    return max(shutil.get_terminal_size().columns - 1, 20)
+    """Columns that a line may fill: some terminals wrap a line that fills the last one; files and pipes take any."""
+    return max(shutil.get_terminal_size(fallback=(10_000, 24)).columns - 1, 20)
 
 
 def shortened(text: str) -> str:

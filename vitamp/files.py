@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vitamp.errors import UserError
+from vitamp.errors import UserError, closest
 
 ARRAYS = (".npy", ".npz", ".dcm")
 """Endings of the files that only vitamp/bands.py reads."""
@@ -83,6 +83,23 @@ def kind_of_path(path: Path) -> str | None:
     if os.path.isfile(path):
         return "a file"
     return ODD if os.path.exists(path) else None
+
+
+def suggested_path(path: Path) -> str:
+    """Suggest an existing path for a missing one, as ' (did you mean X?)'; '' if no name is similar."""
+    # The first file or folder on the way that does not exist is the one that is misspelt. The root always exists, so
+    # the loop ends.
+    missing = path.absolute()
+    while not missing.parent.exists():
+        missing = missing.parent
+    with contextlib.suppress(OSError):
+        name = closest(missing.name, os.listdir(missing.parent))
+        if name:
+            similar = missing.parent / name
+            full_path = similar / path.absolute().relative_to(missing)  # with the rest of the path
+            suggested = full_path if full_path.exists() else similar
+            return f" (did you mean {suggested}?)"
+    return ""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -20,6 +20,7 @@ from vitamp.bands import planes_of
 from vitamp.checkpoints import located
 from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import TRAIN, UserError, started
+from vitamp.files import suggested_path
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
 from vitamp.processes import Loaded
@@ -63,7 +64,9 @@ def load_model(path: Path, weights: str) -> Loaded:
     except UserError as error:
         raise FileNotFoundError(str(error)) from None
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
+        raise FileNotFoundError(
+            f"{path}: no such file or folder{suggested_path(path)}. Name a run, a checkpoint, or a file of weights."
+        )
     try:
         chosen = chosen_at(path, weights)
         model = _build(chosen.meta, path)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, located, run_folder_of, seal_of
 from vitamp.errors import TRAIN, UserError, started
-from vitamp.files import kind_of_path, parse_json, read_json
+from vitamp.files import kind_of_path, parse_json, read_json, suggested_path
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
 from vitamp.metrics import (
     BETTER,
@@ -184,7 +184,9 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     """
     path = located(path)
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
+        raise UserError(
+            f"{path}: no such file or folder{suggested_path(path)}. Name a run, a checkpoint, or a file of weights."
+        )
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
 

@@ -5,7 +5,6 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
 from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
-from utils.errors import UserError, closest
+from utils.errors import UserError
 from utils.log import log, warn_once
 from utils.text import one_line
-from vitamp.files import kind_of_path, only_regular, read_regular
+from vitamp.files import kind_of_path, only_regular, read_regular, suggested_path
 
 MOST_NAMES = 2
 """Skipped files of each kind that the log line names"""
@@ -276,7 +275,7 @@ def readable_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)
-        problem = f"is {kind}, not a folder" if kind else f"does not exist{_suggested_path(folder)}"
+        problem = f"is {kind}, not a folder" if kind else f"does not exist{suggested_path(folder)}"
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {problem}.")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): no permission to read {folder}.")
@@ -306,25 +305,8 @@ def no_file(path: Path) -> str:
     if kind:
         return f"{path} is {kind}, not a file"
     in_subfolder = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
-    suggestion = f" (there is {in_subfolder})" if in_subfolder else _suggested_path(path)
+    suggestion = f" (there is {in_subfolder})" if in_subfolder else suggested_path(path)
     return f"there is no file {path}{suggestion}"
-
-
-def _suggested_path(path: Path) -> str:
-    """Suggest an existing path for a missing one, as ' (did you mean X?)'; '' if no name is similar."""
-    # The first file or folder on the way that does not exist is the one that is misspelt. The root always exists, so
-    # the loop ends.
-    missing = path.absolute()
-    while not missing.parent.exists():
-        missing = missing.parent
-    with suppress(OSError):
-        name = closest(missing.name, os.listdir(missing.parent))
-        if name:
-            similar = missing.parent / name
-            full_path = similar / path.absolute().relative_to(missing)  # with the rest of the path
-            suggested = full_path if full_path.exists() else similar
-            return f" (did you mean {suggested}?)"
-    return ""
 
 
 PROBED = 8

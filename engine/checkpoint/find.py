@@ -34,6 +34,7 @@ from vitamp.checkpoints import (
     run_folder_of,
     verify,
 )
+from vitamp.files import suggested_path
 from vitamp.tensors import read_state
 
 PADDLE_ENDINGS = (".pdparams", ".pdopt", ".pdema", ".pdstates")
@@ -272,7 +273,7 @@ def _named_checkpoint_and_root(path: Path) -> tuple[Path | None, Path]:
             f"from its weights: -pretrained {paddle_weights}."
         )
     if not path.exists():
-        raise UserError(f"-resume {path}: no such file or folder.")
+        raise UserError(f"-resume {path}: no such file or folder{suggested_path(path)}.")
     folder, root = place_of(path)
     if folder is None and path.is_file() and path.name.endswith(WEIGHTS):
         raise UserError(

@@ -168,8 +168,9 @@ def check_batch(run: Run) -> None:
     expected = max(trial.expected(batch), largest_peak)
     if expected > usable:
         comparison = f"an update would take about {in_gib(expected)} per process, and {in_gib(usable)} can be had"
-        ways = "\n  ".join(ways_out(config, validating=False, device=device))
-        raise UserError(f"DATA.BATCH_SIZE {batch}: {comparison}. Ways out:\n  {ways}")
+        ways = ways_out(config, validating=False, device=device, fits=lambda size: trial.expected(size) <= usable)
+        lines = "\n  ".join(ways)
+        raise UserError(f"DATA.BATCH_SIZE {batch}: {comparison}. Ways out:\n  {lines}")
 
 
 def _bytes_allowed(config: Config, world: World, device: torch.device) -> float | None:

@@ -1,6 +1,7 @@
 """Error messages for a device that runs out of memory: where it did, what takes the memory, and ways out."""
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -92,13 +93,20 @@ def _ways_before_training(config: Config, device: torch.device) -> list[str]:
     return ways
 
 
-def ways_out(config: Config, validating: bool, device: torch.device, batch_is_auto: bool = False) -> list[str]:
+def ways_out(
+    config: Config,
+    validating: bool,
+    device: torch.device,
+    batch_is_auto: bool = False,
+    fits: Callable[[int], bool] = bool,
+) -> list[str]:
     """List what a user can add to the command to need less memory, each with a reason.
 
     Settings are written as KEY=VALUE, since that also overrides a flag in the same command, such as -batch_size.
-    `validating`: for a validation, else for training. `batch_is_auto`: `auto` has chosen the batch size.
+    `validating`: for a validation, else for training. `batch_is_auto`: `auto` has chosen the batch size. `fits`: says
+    whether a smaller batch of training is estimated to fit; by default, all are.
     """
-    smaller = _smaller_validation(config) if validating else _smaller_batch(config)
+    smaller = _smaller_validation(config) if validating else _smaller_batch(config, fits)
     ways = [] if smaller is None else [smaller]
     if config.TRAIN.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
@@ -123,15 +131,15 @@ def _smaller_validation(config: Config) -> str | None:
     return None
 
 
-def _smaller_batch(config: Config) -> str | None:
-    """Suggest settings for fewer images at once, but as many per update; None if the batch cannot be smaller."""
+def _smaller_batch(config: Config, fits: Callable[[int], bool]) -> str | None:
+    """Suggest settings for fewer images at once, but as many per update; None if no smaller batch `fits`."""
     train = config.TRAIN
     batch = config.DATA.BATCH_SIZE
-    if batch == 1:
-        return None
     # The smallest factor leaves the largest batch, which is the fastest.
-    factor = next(number for number in range(2, batch + 1) if batch % number == 0)
-    if batch == factor and train.mixes:  # one image would be left, and mixing takes two
+    factors = (number for number in range(2, batch + 1) if batch % number == 0 and fits(batch // number))
+    factor = next(factors, None)
+    one_is_left = factor == batch
+    if factor is None or (one_is_left and train.mixes):  # mixing takes two images
         return None
     accumulation = "" if train.GLOBAL_BATCH else f" TRAIN.ACCUM_ITER={factor * train.ACCUM_ITER}"
     return f"DATA.BATCH_SIZE={batch // factor}{accumulation}: the same images per update, fewer at once"

@@ -50,6 +50,34 @@ def test_a_bare_command_is_answered_with_three_commands(vitamp: Vitamp, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("main_single_gpu.py", ("-cfg", "vit_digits", "flowerz")),
+        ("main_single_gpu.py", ("-cfg", "vit_digits", "./flowerz")),
+        ("main_single_gpu.py", ("-cfg", "vit_digits", "-resume", "flowerz")),
+        ("scripts/show_batch.py", ("flowerz",)),
+        ("scripts/evaluate.py", ("flowerz",)),
+        ("scripts/report.py", ("flowerz",)),
+        ("scripts/predict.py", ("flowerz", "-part", "val")),
+        ("scripts/checkpoint.py", ("list", "flowerz")),
+    ],
+)
+def test_a_mistyped_path_is_answered_by_the_one_that_is_there(
+    vitamp: Vitamp, tmp_path: Path, script: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "flowers").mkdir()
+    done = vitamp(*words, script=script, cwd=tmp_path, code=2)
+    assert f"(did you mean {tmp_path / 'flowers'}?)" in done.err
+
+
+def test_no_path_is_suggested_where_none_is_similar(vitamp: Vitamp, tmp_path: Path) -> None:
+    (tmp_path / "flowers").mkdir()
+    done = vitamp("./quartz", script="scripts/report.py", cwd=tmp_path, code=2)
+    assert "quartz: no run there" in done.err
+    assert "did you mean" not in done.err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["-batchsize=8"], ["unknown flag -batchsize", "Did you mean -batch_size"]),

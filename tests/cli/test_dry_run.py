@@ -63,10 +63,11 @@ def test_dry_run_refuses_a_batch_that_would_not_fit(vitamp: Vitamp, tiny: Path) 
     done = vitamp("-cfg", tiny, *data, *small, "-dry_run", code=2)
     assert re.search(r"BATCH_SIZE 1000: .* about [\d.]+ [GM]iB per process, and 188.4 MiB can be had", done.err)
     done = vitamp("-cfg", tiny, *data, "-dry_run", code=2)
-    assert re.search(
-        r"BATCH_SIZE 10000000: an update would take about [\d.]+ GiB per process, and [\d.]+ GiB", done.err
-    )
-    assert "DATA.BATCH_SIZE=5000000 TRAIN.ACCUM_ITER=2: the same images" in done.err
+    figures = r"BATCH_SIZE 10000000: an update would take about ([\d.]+) GiB per process, and ([\d.]+) GiB can be had"
+    ((needed, usable),) = re.findall(figures, done.err)
+    ((size, accumulated),) = re.findall(r"DATA.BATCH_SIZE=(\d+) TRAIN.ACCUM_ITER=(\d+): the same images", done.err)
+    assert int(size) * int(accumulated) == 10_000_000
+    assert float(needed) / int(accumulated) <= float(usable), "the first way out must fit by the same estimate"
 
 
 def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(

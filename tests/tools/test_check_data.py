@@ -23,6 +23,7 @@ from datasets.base import Samples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Result, Vitamp, save_image
+from tools.check_data.command import fractions
 from tools.check_data.near import MOST_BITS, SIDE, Thumbnails, near_pairs
 from tools.check_data.scan import scan_split
 from utils.config.data import DataConfig
@@ -116,6 +117,9 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
         Image.new(mode, (40, 40), 1).save(train / "cat" / name)
 
     done, found = check(tree, "-fix", listed, code=1)
+    header, row = re.search(r"Images per class, 3 of 3 classes:\n(.*)\n(.*)\n", done.out).groups()  # pyright: ignore
+    assert header.split() == ["training", "validation", "class"]
+    assert header.index("class") == row.index(row.split()[-1]), "headings are above their columns"
     defects, notes = found["defects"], found["notes"]
     kinds = dict(zip(names(defects["unreadable"]), (one["kind"] for one in defects["unreadable"]), strict=True))
     assert kinds == {
@@ -420,7 +424,7 @@ def test_images_that_look_like_those_of_other_classes_are_no_copies(
         edit(root / f"train/{source}.png", root / f"val/{copy}.png", cropped)
     done, _ = check(root, "-alike", out, *weights)
     assert "3 of 23 images look like one of another split, but only 1 of them like one of their own label" in done.out
-    assert "Defects: " not in done.out
+    assert done.out.endswith("No defects.\n")
     assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
 
 
@@ -439,6 +443,7 @@ def test_copies_are_not_told_from_images_that_look_alike_in_every_class(
     assert "of pairs as similar as copies, 33 % have two labels, of the next similar ones" in done.out
     assert "12 of" not in done.out
     assert "Defects: " not in done.out
+    assert done.out.endswith("Whether images are copies cannot be told; no other defects.\n")
     assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
     divided, _ = check(root, "-split", tmp_path / "new.csv", *weights)
     assert "Images that look alike are divided all the same: they may be of different things" in divided.text
@@ -531,10 +536,17 @@ def test_a_new_split_keeps_images_of_one_thing_in_one_part(
     checked, _ = check(root, dataset=f"csv:{table}", code=1)
     assert "Test split: " in checked.out
     assert "in two splits" not in checked.out
-    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,40", script=SCRIPT, code=2)
-    assert "-parts 60,40: takes three numbers above 0" in wrong.err
+    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,20,30", script=SCRIPT, code=2)
+    assert "-parts 60,20,30: takes three numbers above 0 that add up to 100" in wrong.err
     alone = vitamp("-dataset", "digits", "-parts", "60,20,20", script=SCRIPT, code=2)
     assert "-parts: it gives the sizes of the parts of -split FILE.csv, which is missing" in alone.err
+
+
+@pytest.mark.parametrize("text", ["60,40", "60,20,30", "3,1,1", "60,40,0", "120,-10,-10", "nan,50,50", "a,b,c", ""])
+def test_parts_of_a_new_split_add_up(text: str) -> None:
+    assert fractions("50,30,20") == fractions("0.5,0.3,0.2") == (0.5, 0.3, 0.2)
+    with pytest.raises(ValueError, match="takes three numbers above 0 that add up to 100"):
+        fractions(text)
 
 
 def test_training_says_unasked_that_copies_are_edited(

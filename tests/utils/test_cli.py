@@ -178,7 +178,8 @@ def test_a_word_that_is_a_folder_is_the_data_path(tmp_path: Path) -> None:
     assert "Did you mean -data_path" not in error_of(f"{tmp_path}/nothing")
 
 
-def test_unknown_flags_of_a_timm_command_are_reported_together() -> None:
+def test_unknown_flags_of_a_timm_command_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no name is similar to a word of the command
     line = "/data/in1k --model vit_tiny_patch16_224 --opt adamw --lr 1e-3 --aa rand-m9-mstd0.5-inc1 --model-ema"
     assert error_of(f"{line} --drop-path 0.1 data/b --sched cosine -amp").splitlines() == [
         "7 unknown arguments; -h lists all flags, docs/migrating.md those of other programs:",

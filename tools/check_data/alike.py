@@ -34,7 +34,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import MANY, alike_in_words, copies_unknown
+from utils.record.run_folder import MANY, alike_in_words, copies_unknown, share_a_style
 from utils.text import counted
 from vitamp.files import write_atomically
 from vitamp.pooling import pool_of
@@ -157,11 +157,12 @@ def is_chain(largest: int, images: int) -> bool:
     return largest > max(MANY, images / MANY)  # 10 images, or a tenth of all
 
 
-def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
+def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int | None:
     """Write a page of images that look like one of another split, and a table or list that keeps such images apart.
 
-    Returns how many images may be copies of one in another split. The result is 0, and only the page is written, if
-    they are probably no copies: if each looks like many others, or if such pairs often have two labels.
+    Returns how many images may be copies of one in another split; None if that cannot be told, because such pairs often
+    have two labels. The result is 0 if they are probably no copies: if each looks like many others, or if most pairs
+    have two labels. In all these cases, only the page is written.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
@@ -180,7 +181,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
 
     if copies_unknown(counts):
         log.info("No list is written: it would leave out images, or join them, that may be no copies.")
-        return 0
+        return 0 if share_a_style(counts) else None
     if others_like_each >= MANY:
         log.info("No list is written: it would leave out too many images, or join them to a few groups.")
         return 0

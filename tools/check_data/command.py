@@ -17,7 +17,6 @@ torchrun, srun or mpirun share the work.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from itertools import chain, combinations
 from pathlib import Path
@@ -44,14 +43,18 @@ if TYPE_CHECKING:
 
 
 def fractions(text: str) -> tuple[float, ...]:
-    """Convert the value of -parts, three shares, to fractions of 1."""
+    """Convert the value of -parts, three shares of 100 or of 1, to fractions of 1."""
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
         shares = []
-    if len(shares) != 3 or not all(0 < share < math.inf for share in shares):
-        raise ValueError("takes three numbers above 0, the shares of training, validation and test, such as 70,15,15")
-    return tuple(share / sum(shares) for share in shares)
+    total = round(sum(shares), 6)
+    if len(shares) != 3 or min(shares) <= 0 or total not in (1, 100):
+        raise ValueError(
+            "takes three numbers above 0 that add up to 100, the shares of training, validation and test, such as "
+            "70,15,15"
+        )
+    return tuple(share / total for share in shares)
 
 
 OWN = (
@@ -77,7 +80,7 @@ OWN = (
     ),
     Flag(
         "parts",
-        "-split: shares of training, validation and test",
+        "-split: shares of training, validation and test, in percent or as fractions of 1",
         "A,B,C",
         default_text="70,15,15",
         kind=fractions,
@@ -172,8 +175,10 @@ def _check(config: Config, asked: Asked, world: World) -> int:
         from tools.check_data.alike import write_alike
 
         possible_copies = write_alike(config, splits, asked.alike)  # number of images
-        if possible_copies > 0:
-            other_defects = "no other defects" if findings.clean else "there are others"
+        other_defects = "no other defects" if findings.clean else "there are other defects"
+        if possible_copies is None:
+            result = f"Whether images are copies cannot be told; {other_defects}."
+        elif possible_copies > 0:
             result = f"Defects: {counted(possible_copies, 'image')} may be copies; {other_defects}."
     in_rare_format = findings.by_kind[UNLIKE]
     if asked.split is not None:

@@ -91,9 +91,10 @@ def _class_table(classes: dict[str, dict[str, int]]) -> list[str]:
         rows.append(([class_sizes.get(name, 0) for class_sizes in classes.values()], name))
     rows.sort()
     shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
-    lines = [f"Images per class ({', '.join(classes)}), {len(shown)} of {len(rows)} classes:"]
+    headings = " ".join(f"{split:>10}" for split in classes)
+    lines = [f"Images per class, {len(shown)} of {len(rows)} classes:", f"  {headings}  class"]
     for counts, name in shown:
-        columns = " ".join(f"{count:>9,}" for count in counts)
+        columns = " ".join(f"{count:>10,}" for count in counts)
         lines.append(f"  {columns}  {name}")
     return lines
 

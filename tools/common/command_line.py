@@ -43,6 +43,7 @@ from utils.own_code import allow
 from utils.program import die_with_starting_tool, help_here, started_as
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 from vitamp.checkpoints import located
+from vitamp.files import suggested_path
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, NO_LABELS, ONE_LABEL
 from vitamp.pooling import PATCHES, POOLED, POOLS
 
@@ -170,9 +171,15 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
 def model_at(text: str) -> Path:
     """Convert a positional argument (`Positional.kind`) to the path of a run, a checkpoint or a file.
 
-    RUN/best and RUN/last become the folder of that checkpoint.
+    RUN/best and RUN/last become the folder of that checkpoint. Raises UserError for a missing path that resembles
+    another one.
     """
-    return located(Path(text).expanduser())
+    path = located(Path(text).expanduser())
+    if not path.exists():
+        suggestion = suggested_path(path)
+        if suggestion:
+            raise UserError(f"{path}: no such file or folder{suggestion}.")
+    return path
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ after another, the mean of their probabilities is predicted. Images are files, f
 exactly as in the run's validation. Results keep the order of the images and are written batch by batch.
 
 -explain DIR also writes a picture of each image on which those places are coloured that the model's first class needs:
-without them, its score falls. It computes each image 50 times.
+without them, its score falls. It computes each image 50 times. The files are called NUMBER_IMAGE_CLASS.jpg, with the
+number of the image in the results, from 1.
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.

@@ -144,6 +144,14 @@ def test_ways_out_keep_the_images_of_an_update(tiny: Path, validating: bool, wor
         assert not any("GRAD_CHECKPOINT" in way for way in ways), "a validation keeps nothing for a backward pass"
 
 
+def test_the_smaller_batch_is_one_that_fits(tiny: Path) -> None:
+    config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "60"}).config
+    first, *_ = ways_out(config, False, GPU, fits=lambda size: size <= 13)
+    assert first.startswith("DATA.BATCH_SIZE=12 TRAIN.ACCUM_ITER=5:")
+    first, *_ = ways_out(config, False, GPU, fits=lambda _size: False)
+    assert first.startswith("TRAIN.GRAD_CHECKPOINT=blocks:"), "no smaller batch fits"
+
+
 def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
     every = ways_out(load_config(str(tiny)).config, False, GPU)
     smaller = "DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=2"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from datasets import comes_unsplit, has_test
+from datasets import ImageDataset, comes_unsplit, has_test
+from datasets.exclude import path_in_list
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
 from utils.config.data import DataConfig
@@ -43,6 +45,8 @@ FAR = 15.0
 """or if top-1 is more than so many points below that of folds of the training images"""
 
 
+FEW_MISTAKES = 5
+"""Most mistakes of a validation that are named"""
 FEW = 100
 """With fewer validation images than this, folds are advised"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"
@@ -266,6 +270,32 @@ def by_shortcut(data: dict[str, Any]) -> str:
     )
 
 
+def mistakes_by_name(val_set: ImageDataset, data: DataConfig, guesses: np.ndarray) -> str:
+    """Name the validation images that are not recognised, so that people look at them: their labels may be wrong.
+
+    Returns '' if there are none or more than `FEW_MISTAKES`, or if the images have no names. No image is read.
+    `guesses`: predicted class of each image in the best validation.
+    """
+    samples = val_set.single_images()
+    labels = val_set.sample_labels().astype(int)
+    mistaken = np.flatnonzero(labels != guesses)
+    if samples is None or not 0 < len(mistaken) <= FEW_MISTAKES:
+        return ""
+    names = val_set.classes or []
+    images = list[str]()
+    for index in mistaken.tolist():
+        label = _class_name(names, labels[index])
+        guess = _class_name(names, guesses[index])
+        images.append(f"{path_in_list(samples.name(index), data)} (labelled {label}, predicted {guess})")
+    number = counted(len(images), "mistake")
+    return f"{number} in the best validation; look whether the label is right: {'; '.join(images)}."
+
+
+def _class_name(names: Sequence[str], label: int) -> str:
+    """Return the name of a class; its number if it has none."""
+    return names[label] if label < len(names) else str(label)
+
+
 def advise_folds(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
     """Advise to train on folds if the validation split is too small to judge by; '' if it is not, or they cannot help.
 
@@ -296,9 +326,7 @@ def strange(
     """
     sentences = list[str]()
     right = labels == guesses
-
-    def name_of(label: int) -> str:
-        return names[label] if label < len(names) else str(label)
+    name_of = partial(_class_name, names)
 
     # Top-1 far below that in folds of the training images. That was measured with the probe, so the probe's top-1 here
     # is compared with it: training may have lowered top-1 since.

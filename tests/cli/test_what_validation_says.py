@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from datasets import open_dataset
 from engine.measure.meters import Best, Position
-from engine.report.outcome import MOST, Splits, at_end, by_shortcut, on_relatives, strange
+from engine.report.outcome import MOST, Splits, at_end, by_shortcut, mistakes_by_name, on_relatives, strange
 from tests.program import Vitamp, run_program
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.record.history import History
 
@@ -135,6 +138,35 @@ def test_a_shortcut_that_validation_has_too_is_set_beside_the_metric() -> None:
     )
     for change in ({"of_file": False}, {"in_validation": False}):
         assert by_shortcut({"shortcuts": [shortcut | change]}) == ""
+
+
+def test_a_few_mistakes_are_named_without_reading_an_image(tmp_path: Path) -> None:
+    for number in range(8):
+        image = tmp_path / ("leaf", "rose")[number % 2] / f"{number}.png"
+        image.parent.mkdir(exist_ok=True)
+        Image.new("L", (4, 4)).save(image)
+    data = DataConfig(DATASET="imagefolder", DATA_PATH=f"{tmp_path}", PART="all")
+    images = open_dataset(data, train=False, num_classes=3, seed=0, device=torch.device("cpu"))
+    for image in tmp_path.glob("*/*"):
+        image.unlink()
+    labels = images.sample_labels()
+
+    def named(*mistaken: int, guess: int = 2) -> str:
+        guesses = labels.astype(np.uint8)
+        guesses[list(mistaken)] = guess
+        return mistakes_by_name(images, data, guesses)
+
+    one = "1 mistake in the best validation; look whether the label is right: leaf/2.png (labelled leaf, predicted "
+    assert named(1) == f"{one}2)."
+    assert named(1, guess=1) == f"{one}rose)."
+    two = named(1, 7)
+    assert two.startswith("2 mistakes ")
+    assert two.endswith("predicted 2); rose/7.png (labelled rose, predicted 2).")
+    assert named() == named(*range(6)) == ""
+    digits = open_dataset(DataConfig(DATASET="digits"), train=False, num_classes=10, seed=0, device=torch.device("cpu"))
+    guesses = digits.sample_labels().copy()
+    guesses[0] += 1
+    assert mistakes_by_name(digits, data, guesses) == "", "images in memory have no names"
 
 
 def test_only_what_stands_out_is_strange() -> None:

@@ -377,10 +377,11 @@ class Trainer:
 
         # Compare the better set of weights with the best validation so far
         metric = metric_named(self.config.SAVE_BEST_BY)
-        values = {weight_set: metrics_of_set.value(metric.name) for weight_set, metrics_of_set in metrics.items()}
-        better_set = best_set(values, metric) or PLAIN
-        figure = values[better_set]
-        is_new_best = figure is not None and self.best.is_beaten_by(figure)
+        fields_of_sets = {weight_set: metrics_of_set.fields() for weight_set, metrics_of_set in metrics.items()}
+        better_set = best_set(fields_of_sets, metric) or PLAIN
+        figure = metrics[better_set].value(metric.name)
+        loss = metrics[better_set].loss
+        is_new_best = self.best.is_beaten_by(figure, loss)
         mark = ""
         if is_new_best:
             mark = mark_of_best(self.guess, figure if metric.name == TOP1.name else None)
@@ -393,14 +394,22 @@ class Trainer:
         if is_new_best:
             self._best_before = self.best
             kind = f"{better_set.prefix}{metric.name}"
-            self.best = Best(figure=figure, kind=kind, update=validated_at.update, epoch=validated_at.epoch)
+            is_tie = figure == self.best.figure  # only the loss is lower, which is no progress for TRAIN.PATIENCE
+            self.best = Best(
+                figure=figure,
+                loss=loss,
+                kind=kind,
+                update=validated_at.update,
+                epoch=validated_at.epoch,
+                stale=self.best.stale + 1 if is_tie else 0,
+            )
             self.best_metrics = metrics[better_set]
         else:
             is_first_after_probe = self.best.update == 0 and self.best.stale == 0
             if self.config.MODEL.starts_at_probe and is_first_after_probe:
                 words = "Not better than the linear probe that training began with (%s): often so in the first epochs."
                 log.info(words, metric.words)
-            self.best.stale += 1  # validations since the best one
+            self.best.stale += 1  # validations since the metric has improved
         return is_new_best
 
     def _add_probe(self, metrics: dict[WeightSet, Metrics]) -> None:

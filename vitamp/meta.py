@@ -87,12 +87,14 @@ class BestState(Fields):
 
     figure: float | None = None
     """Value of the metric."""
+    loss: float | None = None
+    """Validation loss of the same weights, which decides between equal values."""
     kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = ONE_LABEL.best.name
     """Name of the metric (SAVE_BEST_BY), with the prefix of the better set of weights."""
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0
-    """Number of validations since then, none of which was better."""
+    """Number of validations since the metric has improved."""
 
 
 class Adapters(Fields):

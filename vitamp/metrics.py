@@ -214,13 +214,26 @@ def set_of(field: str) -> tuple[WeightSet, str]:
     return PLAIN, field
 
 
-def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
-    """The set of weights with the best value of a metric; the first one if they are equal, None without a value.
+def rank(value: float, loss: float | None, by: Metric) -> tuple[float, float]:
+    """A key that is higher for a better validation: by a metric, and of equal values, by the lower loss.
 
-    values: set of weights -> its value of the metric `by`
+    value: of the metric `by`
+    loss: of the same weights in the same validation; None if unknown, which is worse than any loss
     """
-    scores = {which: float(value if by.higher else -value) for which, value in values.items() if is_number(value)}
-    return max(scores, key=lambda which: scores[which]) if scores else None
+    score = value if by.higher else -value
+    return score, -math.inf if loss is None or math.isnan(loss) else -loss
+
+
+def best_set(metrics: Mapping[WeightSet, Mapping[str, Any]], by: Metric) -> WeightSet | None:
+    """The set of weights that validated best by a metric; the first one if they are equal, None without a value.
+
+    metrics: set of weights -> its metrics by name
+    """
+    ranks = {}
+    for which, values in metrics.items():
+        if is_number(values.get(by.name)):
+            ranks[which] = rank(values[by.name], values.get(LOSS.name), by)
+    return max(ranks, key=lambda which: ranks[which], default=None)
 
 
 def is_number(value: Any) -> bool:

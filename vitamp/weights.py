@@ -242,7 +242,7 @@ def choose_weights(
     metrics_of_sets = _metrics(meta)
     metric = _deciding_metric(meta, metrics_of_sets)
     values = {which: metrics[metric.name] for which, metrics in metrics_of_sets.items() if metric.name in metrics}
-    better_set = best_set(values, metric)
+    better_set = best_set(metrics_of_sets, metric)
     best_validation = meta.get("best")  # of the run
     why = ""
     if wanted != BETTER:

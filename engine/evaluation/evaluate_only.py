@@ -109,8 +109,9 @@ def _describe_metrics(config: Config, ready: Ready, metrics: dict[WeightSet, Met
     Returns two texts for the log: how far noise may have moved that metric ('' if unknown), and a list of all metrics.
     """
     deciding_metric = metric_named(config.SAVE_BEST_BY)
+    fields_of_sets = {which: metrics_of_set.fields() for which, metrics_of_set in metrics.items()}
     values = {which: metrics_of_set.value(deciding_metric.name) for which, metrics_of_set in metrics.items()}
-    better = best_set(values, deciding_metric) or PLAIN  # none is better if no value is finite
+    better = best_set(fields_of_sets, deciding_metric) or PLAIN  # none is better if no value is finite
     context = in_context(
         deciding_metric,
         values[better],
@@ -120,7 +121,7 @@ def _describe_metrics(config: Config, ready: Ready, metrics: dict[WeightSet, Met
         groups=ready.val_set.groups(),
     )
     # All metrics of the better weights; of the others, the one that they are compared by.
-    fields = metrics[better].fields().items()
+    fields = fields_of_sets[better].items()
     text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)
     if len(metrics) > 1:
         name = deciding_metric.name

@@ -19,7 +19,7 @@ from engine.task.base import Metrics, Task, sum_type_of
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
 from vitamp.meta import BestState, Count, Fields
-from vitamp.metrics import against_guessing, metric_named, set_of
+from vitamp.metrics import against_guessing, metric_named, rank, set_of
 from vitamp.sizes import sides
 
 SAMPLES = 3
@@ -304,14 +304,19 @@ class Best(BestState):
         _, metric_name = set_of(self.kind)
         return metric_name
 
-    def is_beaten_by(self, figure: float) -> bool:
-        """Return whether `figure` is better. Any finite value beats no validation."""
+    def is_beaten_by(self, figure: float, loss: float) -> bool:
+        """Return whether `figure` is better, or equal and of a lower loss. Any finite value beats no validation."""
         if self.figure is None:
             return math.isfinite(figure)
-        return figure > self.figure if metric_named(self.by).higher else figure < self.figure
+        metric = metric_named(self.by)
+        return rank(figure, loss, metric) > rank(self.figure, self.loss, metric)
 
     def is_given_up(self, patience: int | None) -> bool:
-        """Return whether the last `patience` validations were not better (TRAIN.PATIENCE); false if it is None."""
+        """Return whether the metric did not improve in the last `patience` validations (TRAIN.PATIENCE).
+
+        False if `patience` is None. A lower loss with an equal metric is no improvement: where every image is
+        recognised, the loss falls for as long as the run goes on.
+        """
         return patience is not None and self.stale >= patience
 
     def words(self) -> str:

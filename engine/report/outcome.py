@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from datasets import ImageDataset
 from datasets.examine.trust import Doubt
+from datasets.exclude import path_in_list
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
 from engine.report.trust import Result, Source, Splits, doubts
+from utils.config.data import DataConfig
 from utils.program import start_again, tool
 from utils.record.history import History
 from utils.record.predictions import read_predictions
@@ -40,6 +44,8 @@ NEARLY_ALL = 0.9
 FAR = 15.0
 """or if top-1 is more than so many points below that of folds of the training images"""
 
+FEW_MISTAKES = 5
+"""Most mistakes of a validation that are named"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"
 """Words in place of an interval, if the predictions that it depends on are not known here"""
 
@@ -71,35 +77,56 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
 
         lines.append(gained(metric, history, folder, best, trainer.position.update))
 
-    # Doubts by the best predictions, or else by those of the last validation.
     if best.figure is not None:
-        data = read_data(folder)
-        validations = history.of("val")
-        result = Result(metric, best.figure, images=len(labels), guess=trainer.guess, groups=groups)
-        result.validations = len(validations)
-        weights, _ = set_of(best.kind)
-        result.last = history.last(metric).get(weights)
-        result.related = data.get("related", [])
-        guesses = best_guesses
-        if best_guesses is not None:
-            is_right = labels.astype(int) == best_guesses.astype(int)
-            result.is_right = is_right
-            if metric is TOP1:
-                result.interval = wilson(best.figure, effective_images(is_right, groups))
-        else:
-            table = read_predictions(folder, trainer.position.update) or {}
-            guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
-        if guesses is not None:
-            names = ready.val_set.classes or []
-            in_folds = ready.choices.get(FOLDS)
-            result.problems = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
-        found = doubts(data, result, Source(folder, splits, fold=config.DATA.FOLD is not None))
+        result = _best_result(trainer, history, best.figure, best_guesses)
+        found = doubts(read_data(folder), result, Source(folder, splits, fold=config.DATA.FOLD is not None))
         room = MOST_LINES - len(list(filter(None, lines)))
         lines += [doubt.words() for doubt in found[:room]]
         if len(found) > room:
             lines[-1] += f" {counted(len(found) - room, 'smaller doubt')} more in the report."
     lines.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
     return lines
+
+
+def _best_result(trainer: Trainer, history: History, value: float, best_guesses: np.ndarray | None) -> Result:
+    """Collect what the doubts about the best validation depend on.
+
+    `value`: the best metric. `best_guesses`: the classes that were predicted then; None if they are not known. In their
+    place, those of the last validation show what looks wrong with the images.
+    """
+    ready = trainer.ready
+    best = trainer.best
+    metric = metric_named(best.by)
+    weights, _ = set_of(best.kind)
+    labels = ready.val_set.sample_labels()
+    groups = ready.val_set.groups()
+    result = Result(metric, value, images=len(labels), guess=trainer.guess, groups=groups)
+    result.validations = len(history.of("val"))
+    result.last = history.last(metric).get(weights)
+    result.related = read_data(trainer.folder).get("related", [])
+    guesses = best_guesses
+    if guesses is None:
+        table = read_predictions(trainer.folder, trainer.position.update) or {}
+        guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
+    if guesses is None:
+        return result
+    result.problems = strange(
+        labels.astype(int),
+        guesses.astype(int),
+        names=ready.val_set.classes or [],
+        in_folds=ready.choices.get(FOLDS),
+        probe=trainer.probe,
+        groups=groups,
+    )
+    if best_guesses is not None:
+        is_right = labels.astype(int) == best_guesses.astype(int)
+        result.is_right = is_right
+        if metric is TOP1:
+            result.interval = wilson(value, effective_images(is_right, groups))
+        named = few_mistakes(ready.val_set, trainer.config.DATA, best_guesses)
+        if named is not None:
+            result.problems.append(named)
+    return result
 
 
 def in_context(
@@ -185,9 +212,7 @@ def strange(
     """
     found = list[Doubt]()
     right = labels == guesses
-
-    def name_of(label: int) -> str:
-        return names[label] if label < len(names) else str(label)
+    name_of = partial(_class_name, names)
 
     # Top-1 far below that in folds of the training images. That was measured with the probe, so the probe's top-1 here
     # is compared with it: training may have lowered top-1 since.
@@ -216,6 +241,36 @@ def strange(
         sentence = f"{counts} never recognised: {some_of([name_of(label) for label in never])}"
         found.append(Doubt("classes", sentence, points=-100 * images[never].sum() / len(labels)))
     return found
+
+
+def _class_name(names: Sequence[str], label: int) -> str:
+    """Return the name of a class; its number if it has none."""
+    return names[label] if label < len(names) else str(label)
+
+
+def few_mistakes(val_set: ImageDataset, data: DataConfig, guesses: np.ndarray) -> Doubt | None:
+    """Name the validation images that are not recognised, so that people look at them: their labels may be wrong.
+
+    Returns None if there are none or more than `FEW_MISTAKES`, or if the images have no names. No image is read.
+    `guesses`: predicted class of each image in the best validation.
+    """
+    samples = val_set.single_images()
+    labels = val_set.sample_labels().astype(int)
+    mistaken = np.flatnonzero(labels != guesses)
+    if samples is None or not 0 < len(mistaken) <= FEW_MISTAKES:
+        return None
+    name_of = partial(_class_name, val_set.classes or [])
+    images = list[str]()
+    for index in mistaken.tolist():
+        name = path_in_list(samples.name(index), data)
+        images.append(f"{name} (labelled {name_of(labels[index])}, predicted {name_of(guesses[index])})")
+    return Doubt(
+        "labels",
+        f"{counted(len(images), 'mistake')} in the best validation, {'; '.join(images)}",
+        points=-100 * len(images) / len(labels),
+        advice="Look whether the label is right",
+        images=[samples.name(index) for index in mistaken.tolist()],
+    )
 
 
 def _mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> dict[int, Doubt]:

@@ -78,7 +78,7 @@ class Result:
     """Number of validations on these images of which the best chose the weights; 0 if none did"""
     last: float | None = None
     """The metric of the last of them; None if it is unknown"""
-    problems: Sequence[Doubt] = ()
+    problems: list[Doubt] = field(default_factory=list)
     """Doubts that the predictions raise, as `strange` finds them"""
     remarks: list[str] = field(default_factory=list)
     """Sentences on the metric that are no doubts"""

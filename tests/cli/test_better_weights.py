@@ -122,6 +122,7 @@ def test_pretrained_takes_pooling_and_layer_scale_of_a_run(vitamp: Vitamp, tmp_p
         ({"loss": 1.0, "ema_loss": 2.0, "acc1": 5, "ema_acc1": 9}, "loss", "plain weights, loss 1.0000; EMA: 2.0000"),
         ({"loss": float("nan"), "ema_loss": 2.0}, "loss", "EMA weights, loss 2.0000"),
         ({"acc1": 50.0, "ema_acc1": 50.0}, "acc1", "plain weights, top-1 50.00 %; EMA: 50.00 %"),
+        ({"acc1": 5, "loss": 2, "ema_acc1": 5, "ema_loss": 1}, "acc1", "EMA weights, top-1 5.00 %; plain: 5.00 %"),
         ({"acc5": 50.0, "ema_acc5": 51.0}, "acc5", "EMA weights, top-5 51.00 %; plain: 50.00 %"),
         (
             {"acc1": None, "ema_acc1": None},

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from datasets import open_dataset
 from datasets.examine.trust import Doubt
 from engine.measure.meters import Best, Position
-from engine.report.outcome import MOST_LINES, at_end, strange
+from engine.report.outcome import MOST_LINES, at_end, few_mistakes, strange
 from engine.report.trust import MOST, Result, Splits, doubts
 from tests.program import Vitamp, run_program
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.record.history import History
 from utils.statistics.proportions import Interval
@@ -170,6 +173,36 @@ def test_doubts_of_the_largest_effect_come_first_and_unmeasured_ones_last() -> N
         "Up to 4.0 points too high: it is the best of 4 validations on these images; the last had 86.00 %.",
         "Perhaps too high: 1 class of 2 has no validation image: b.",
     ]
+
+
+def test_a_few_mistakes_are_named_without_reading_an_image(tmp_path: Path) -> None:
+    for number in range(8):
+        image = tmp_path / ("leaf", "rose")[number % 2] / f"{number}.png"
+        image.parent.mkdir(exist_ok=True)
+        Image.new("L", (4, 4)).save(image)
+    data = DataConfig(DATASET="imagefolder", DATA_PATH=f"{tmp_path}", PART="all")
+    images = open_dataset(data, train=False, num_classes=3, seed=0, device=torch.device("cpu"))
+    for image in tmp_path.glob("*/*"):
+        image.unlink()
+    labels = images.sample_labels()
+
+    def named(*mistaken: int, guess: int = 2) -> str:
+        guesses = labels.astype(np.uint8)
+        guesses[list(mistaken)] = guess
+        doubt = few_mistakes(images, data, guesses)
+        return doubt.words() if doubt else ""
+
+    one = "Up to 12.5 points too low: 1 mistake in the best validation, leaf/2.png (labelled leaf, predicted "
+    assert named(1) == f"{one}2). Look whether the label is right."
+    assert named(1, guess=1).startswith(f"{one}rose).")
+    two = named(1, 7)
+    assert two.startswith("Up to 25.0 points too low: 2 mistakes ")
+    assert "predicted 2); rose/7.png (labelled rose, predicted 2)." in two
+    assert named() == named(*range(6)) == ""
+    digits = open_dataset(DataConfig(DATASET="digits"), train=False, num_classes=10, seed=0, device=torch.device("cpu"))
+    guesses = digits.sample_labels().copy()
+    guesses[0] += 1
+    assert few_mistakes(digits, data, guesses) is None, "images in memory have no names"
 
 
 def test_only_what_stands_out_is_strange() -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Vitamp, last_weights, metrics
+from tests.program import ROOT, Vitamp, last_weights, metrics, save_image
 from utils.config import config_of_run
+from utils.record.history import History
 from utils.statistics.proportions import wilson
+from vitamp.checkpoints import folder_name
+from vitamp.metrics import TOP5
 
 
 def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
@@ -125,6 +128,39 @@ def test_patience_ends_a_run_without_improvement_but_not_its_branch(vitamp: Vita
     assert done.out.splitlines()[-2].endswith(" TRAIN.PATIENCE=null TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176")
     done = vitamp("-resume", tmp_path / "many", "TRAIN.NUM_EPOCHS=1", "TRAIN.MAX_UPDATES=5", code=0)
     assert done.out.splitlines()[-2].endswith(" TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176"), "more than what is done"
+
+
+def test_of_equal_validations_the_lowest_loss_is_best(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """A resumed run decides the same, and TRAIN.PATIENCE counts it as no better. Top-5 of these classes is 100 %."""
+    for number in range(36):
+        save_image(tmp_path / "data" / "abc"[number % 3] / f"{number}.png", seed=number, size=(8, 8))
+    words = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", "SAVE_BEST_BY=acc5", "DATA.NUM_WORKERS=0")
+    words += ("-batch_size", 8, "-lr", 3e-2, "-epochs", 6, "SAVE_FREQ=1", "KEEP_LAST=0")
+    whole, resumed, patient = (tmp_path / name for name in ("whole", "resumed", "patient"))
+    done = vitamp("-cfg", tiny, "-output", whole, *words, code=0)
+    validations = metrics(whole, "val")
+    assert {line["acc5"] for line in validations} == {100}
+    lowest = min(validations, key=lambda line: line["loss"])
+    assert validations[0]["loss"] > lowest["loss"] < validations[-1]["loss"], "the loss falls and rises again"
+
+    def best_of(run: Path) -> str:
+        return json.loads((run / "checkpoints" / "index.json").read_text())["best"]
+
+    assert best_of(whole) == folder_name(lowest["update"])
+    assert f"Done: best top-5 100.00 % (epoch {lowest['epoch']})" in done.out
+    found = History.of_run(whole).best(TOP5)
+    assert found is not None
+    assert found.line["update"] == lowest["update"]
+
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / folder_name(validations[-1]["update"]))
+    vitamp("-resume", "auto", "-output", resumed, code=0)
+    assert metrics(resumed, "val") == validations
+    assert best_of(resumed) == best_of(whole)
+
+    done = vitamp("-cfg", tiny, "-output", patient, *words, "TRAIN.PATIENCE=2", code=0)
+    assert "no better top-5 in 2 validations (TRAIN.PATIENCE)" in done.out
+    assert [line["epoch"] for line in metrics(patient, "val")] == [1, 2, 3]
 
 
 def test_equal_commands_give_equal_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

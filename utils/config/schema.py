@@ -124,7 +124,8 @@ class Config(Section):
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
-        "Validation metric that decides which checkpoint is best; the default is the first one. "
+        "Validation metric that decides which checkpoint is best, and of equal values the loss; "
+        "the default is the first one. "
         + " ".join(f"{kind.words[0].upper()}{kind.words[1:]}: {', '.join(kind.deciding)}." for kind in TASKS),
     )
     VALIDATE_METRICS: Names = setting(

@@ -202,7 +202,7 @@ class TrainConfig(Section):
         False, "Keep the EMA in host memory, slower.", _EMA, excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA")
     )
     MAX_UPDATES: Positive | None = setting(None, "End the run after this many updates.")
-    PATIENCE: Positive | None = setting(None, "End the run after this many validations without improvement.")
+    PATIENCE: Positive | None = setting(None, "End the run after this many validations without a better SAVE_BEST_BY.")
     COLOR_JITTER: NonNegative = setting(0.0, "Strength of colour jitter.", overridden_by(_RAND, _AUTO, _TRIVIAL))
     AUTO_AUGMENT: bool = setting(False, "AutoAugment.", overridden_by(_RAND))
     RAND_AUGMENT: bool = setting(False, "RandAugment.")

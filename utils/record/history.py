@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from utils.standard_output import LineFile
 from vitamp.files import only_regular, parse_json, read_regular, write_atomically
-from vitamp.metrics import METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, set_of, task_of
+from vitamp.metrics import LOSS, METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, rank, set_of, task_of
 
 METRICS_FILE = "metrics.jsonl"
 TAIL = 2**16
@@ -114,6 +114,10 @@ class BestValidation(NamedTuple):
     """The set of weights (plain or EMA) with the best value."""
     line: Line
 
+    def rank(self, by: Metric) -> tuple[float, float]:
+        """A key that is higher for a better validation, by the metric `by`."""
+        return rank(self.value, self.line.get(f"{self.which.prefix}{LOSS.name}"), by)
+
 
 class History:
     """All lines of a run, however often it was resumed, and what they tell.
@@ -211,7 +215,7 @@ class History:
     def best(self, metric: Metric) -> BestValidation | None:
         """Find the best of all validations and sets of weights by a metric; None if no validation has the metric.
 
-        Of equal ones, the first is returned, as for the best checkpoint of the run.
+        Of equal ones, that with the lower loss is returned, as for the best checkpoint of the run.
         """
         validations: list[BestValidation] = []
         for line in self.of("val"):
@@ -219,8 +223,7 @@ class History:
                 value = line.get(f"{which.prefix}{metric.name}")
                 if value is not None:
                     validations.append(BestValidation(value, which, line))
-        sign = 1 if metric.higher else -1  # whether higher or lower values are better
-        return max(validations, key=lambda validation: sign * validation.value, default=None)
+        return max(validations, key=lambda validation: validation.rank(metric), default=None)
 
     def last(self, metric: Metric) -> dict[WeightSet, float]:
         """A metric in the last validation: set of weights -> value, without sets that have no value."""

@@ -556,6 +556,15 @@ def test_training_says_unasked_that_copies_are_edited(
     assert ended in resumed.text, "though no features were computed"
     evaluated = vitamp(run, script="scripts/evaluate.py")
     assert ended in evaluated.text
+    # Elsewhere, copies are searched for anew: of equal bytes, and by the features that the start of the run has kept.
+    write_photographs(tmp_path / "other", range(80, 100))
+    edit(root / "train/bee/1.png", tmp_path / "other/bee/blurred.png", blurred)
+    shutil.copy(root / "train/bee/4.png", tmp_path / "other/bee/same.png")
+    elsewhere = (run, "-data_path", tmp_path / "other", "-part", "all")
+    evaluated = vitamp(*elsewhere, script="scripts/evaluate.py")
+    assert re.search(r"2 of these images have relatives .* on the other 20", evaluated.text)
+    unsearched = vitamp(*elsewhere, "DATA.CHECK=off", script="scripts/evaluate.py")
+    assert re.search(r"1 of these images have relatives .* on the other 21", unsearched.text)
     probed = vitamp(*words[:-2], "-probe", script="scripts/evaluate.py")
     assert "1 of 21 images of the validation split look like training images, as edited" in probed.text
     vitamp(run, script="scripts/report.py")

@@ -23,12 +23,12 @@ from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_
 from engine.report.outcome import by_shortcut, on_relatives, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
-from engine.trained.model import Trained, batches_of, guesses
+from engine.trained.model import Trained, batches_of, guesses, split_of_run
 from tools.common.command_line import MEMORISED
+from tools.common.relatives import related_to_training
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
-from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
@@ -601,29 +601,33 @@ def evaluation_of(
 def on_relatives_of_training(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
     """Compare top-1 on images that have relatives in the training data with top-1 on the others.
 
-    Relatives are images of one group (DATA.GROUP); for the run's own validation split also copies and look-alikes,
-    which the run's start has looked for, and what is recognised there without the picture. `dataset`: the evaluated
-    images. `found`: their evaluation. Returns '' if there are none, if training images were evaluated, or if the data
-    are not the run's.
+    Relatives are copies and look-alikes, and in the run's own data images of one group (DATA.GROUP). In its validation
+    split, the run's start has looked for copies and look-alikes, and for what is recognised without the picture.
+    `dataset`: the evaluated images. `found`: their evaluation. Returns '' if there are none, or if training images were
+    evaluated.
     """
-    data = trained.config.DATA
+    data = dataset.data
     whose = whose_data(trained.config, trained.chosen)
-    if data.PART in MEMORISED or isinstance(found, SeveralLabels) or whose not in OF_RUN:
+    is_of_run = whose in OF_RUN
+    if isinstance(found, SeveralLabels) or (is_of_run and data.PART in MEMORISED):
         return ""
     related = set[int]()
     groups = dataset.groups()
-    if len(groups):
-        training_data = data.changed(PART=AUTO)  # as in training, which has no -part
-        for_training = True
-        training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
-        related.update(np.flatnonzero(np.isin(groups, training.groups())).tolist())
+    if is_of_run and len(groups):
+        groups_of_training = split_of_run(trained, "train").groups()
+        related.update(np.flatnonzero(np.isin(groups, groups_of_training)).tolist())
     run = run_folder_of(trained.chosen.place)
     about_data = {}
-    if run is not None and data.PART in ("val", AUTO) and whose == "same place":
-        about_data = read_data(run)
-        related.update(about_data.get("related", []))
+    about_looks = ""
+    if data.PART == "val" and whose == "same place":
+        if run is not None:
+            about_data = read_data(run)
+            related.update(about_data.get("related", []))
+    else:
+        searched, about_looks = related_to_training(trained, dataset, found.rows.label.numpy())
+        related |= searched
     is_right = (found.rows.guess == found.rows.label).numpy()
-    sentences = [on_relatives(is_right, sorted(related), groups), by_shortcut(about_data)]
+    sentences = [about_looks, on_relatives(is_right, sorted(related), groups), by_shortcut(about_data)]
     return " ".join(filter(None, sentences))
 
 

@@ -589,6 +589,41 @@ def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check
     assert "Up to their first" not in said.out or name.startswith("shot")
 
 
+def test_groups_with_different_labels_are_named(check: Check, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for number in range(60):
+        patient = number // 3
+        class_name = CLASSES[1 if number == 2 else patient % 3]
+        save_image(data / class_name / f"p{patient}_{number}.jpg", number)
+    grouped = "DATA.GROUP=name_start", "DATA.VAL_FRACTION=0.2"
+    said, _ = check(data, *grouped)
+    pair = f"{data}/ant/p0_0.jpg and {data}/bee/p0_2.jpg"
+    assert f"Different labels in 1 group of DATA.GROUP name_start, such as p0: {pair}. Where a group is one" in said.err
+    assert "Different labels" not in check(data)[0].text
+    for patient in range(20):
+        save_image(data / CLASSES[(patient + 1) % 3] / f"p{patient}_{patient}x.jpg", 100 + patient)
+    assert "Different labels" not in check(data, *grouped)[0].text, "where most groups have, each is a place"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, split: bool) -> None:
+    rows = ["path,target,age,Patient_ID" + ",split" * split]
+    for number in range(90):
+        save_image(tmp_path / f"data/{number:03}.jpg", number)
+        part = ",val" if number % 5 == 0 else ",train"
+        rows.append(f"{number:03}.jpg,{CLASSES[number % 3]},{number % 9},no {number // 6}" + part * split)
+    table = tmp_path / "data/all.csv"
+    table.write_text("\n".join(rows))
+    said, _ = check(table, dataset="csv")
+    where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
+    named = (
+        rf"In the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
+    )
+    assert re.search(rf"{named} If .*, 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
+    grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
+    assert "In the column" not in grouped.text
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["patient{0}_{1}", "{0}-{1}", "patient{0}/{1}", "patient{0}-shot{1}a"])
 def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Path, split: bool, name: str) -> None:

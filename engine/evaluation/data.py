@@ -143,7 +143,7 @@ def _how_moved(data: DataConfig, saved: Chosen) -> str:
     with unheard():
         train_set = open_dataset(data, True, ANY_LABEL, 0, torch.device("cpu"))
     copies = copies_in_training(saved, train_set.single_images())
-    if copies is None:
+    if copies is None or not copies.compared:
         return "has the names and labels of the data that the model was trained on"
     if copies.found == copies.compared:
         return "is the data that the model was trained on, in another place"
@@ -325,14 +325,11 @@ def copies_in_training(saved: Chosen, samples: Samples | None) -> Copies | None:
     `samples`: the images; None if they are in memory.
     """
     train = None
-    with unheard(), suppress(UserError, OSError):  # the training data may be gone, or on another machine
+    with unheard(), suppress(UserError):  # the training data may be gone, or on another machine
         train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
         # Without DATA.DATASET, the data is unknown.
         if "://" not in str(train_data.DATA_PATH) and "DATA.DATASET" in settings_of(saved):
-            images = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
-            if images is not None:
-                images.size(0)  # a table may outlive its images
-                train = images
+            train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
     if not (train and samples) or samples.remote:
         return None
     if "pixels" in (train.stored, samples.stored):  # then there are no bytes of a file to compare

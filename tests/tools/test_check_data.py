@@ -20,6 +20,8 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 from safetensors.torch import save_file
 
 from datasets.base import Samples
+from datasets.examine.copies import find_copies
+from datasets.sources.files import FileSamples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Result, Vitamp, save_image
@@ -571,6 +573,13 @@ def test_training_says_unasked_that_copies_are_edited(
     assert ended in (run / "report.html").read_text()
     off = vitamp(*words[:-1], tmp_path / "off", "-epochs", 0, "DATA.CHECK=off")
     assert "look like training images" not in off.text
+
+
+def test_nothing_is_compared_with_images_that_are_gone(tmp_path: Path) -> None:
+    save_image(tmp_path / "new/0.jpg", 0)
+    new, gone = (FileSamples(tmp_path / folder, ["0.jpg"], np.zeros(1, np.int64), None) for folder in ("new", "gone"))
+    assert find_copies(gone, new, seconds=10).compared == 0
+    assert find_copies(new, new, seconds=10).found == find_copies(new, gone, seconds=10).compared == 1
 
 
 @pytest.mark.parametrize(

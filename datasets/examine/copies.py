@@ -63,6 +63,9 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
     validation_sizes = _file_sizes(validation, begin + SIZES_OF_VALIDATION * seconds)
     training_sizes = _file_sizes(train, begin + SIZES_OF_BOTH * seconds)
 
+    if training_sizes.max(initial=0) <= 0:  # no file can be read: a table may outlive its images
+        return Copies(found=0, compared=0)
+
     # A validation image whose size no training image has is no copy, so it counts as compared.
     known_sizes = validation_sizes[validation_sizes >= 0]
     shared_sizes = np.intersect1d(known_sizes, training_sizes)

@@ -219,7 +219,10 @@ class Findings:
     companions: str = ""
     """Sentence saying that images may be masks of others, judging by their names; '' if none seem to be"""
     series: str = ""
-    """Sentence saying that images of one group, or with names as of one thing, are in several splits; '' if none are"""
+    """Sentence saying that images of one group, or perhaps of one thing, are in several splits; '' if none are.
+
+    With DATA.GROUP, another sentence says that images of one group have different labels.
+    """
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     related: list[int] = field(default_factory=list)

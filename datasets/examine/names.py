@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from datasets.base import Samples
 from datasets.registry import comes_unsplit
+from datasets.sources.csv_table import group_column
 from datasets.sources.grouped import IN_NAMES
 from utils.config.data import DataConfig
 from utils.text import counted
@@ -50,16 +51,27 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """Return a sentence if images of one group are in several splits, as those of one patient may be; else ''.
 
-    The groups are those of DATA.GROUP. Without it, each pattern of IN_NAMES is tried: images are a group if the part
-    of their names that the pattern matches is the same. `splits`: title -> samples of a split.
+    The groups are those of DATA.GROUP; then a group with different labels gets a sentence, too. Without it, images are
+    a group if a table's column such as patient has one value for them, or if the part of their names that a pattern of
+    IN_NAMES matches is the same. `splits`: title -> samples of a split.
     """
     if data.GROUP is not None:
-        return _sentence_on_groups(splits, data.GROUP)
+        sentences = (_sentence_on_groups(splits, data.GROUP), _sentence_on_labels(splits, data.GROUP))
+        return ". ".join(filter(None, sentences))
     if not _have_names(splits):
         return ""
-    # `setting` is the value of DATA.GROUP for this pattern; `in_words` says which part of a name is compared.
+    # What may be groups: the value of DATA.GROUP for it, what is compared, and the groups of each split
+    candidates = list[tuple[str, str, dict[str, list[str]]]]()
+    column, group_of = group_column(data)
+    if column:
+        groups = dict[str, list[str]]()
+        for title, samples in splits.items():
+            groups[title] = [group_of.get(samples.name(image), "") for image in range(len(samples))]
+        candidates.append((column, f"In the column {column}, the values", groups))
     for setting, (pattern, in_words) in IN_NAMES.items():
-        divided = _divided_groups(_groups_by_name(splits, pattern))
+        candidates.append((setting, f"{in_words}, the names", _groups_by_name(splits, pattern)))
+    for setting, compared, groups in candidates:
+        divided = _divided_groups(groups)
         # A smaller fraction of each split may be chance.
         if divided.largest_fraction >= NOTED:
             if comes_unsplit(data):
@@ -68,7 +80,7 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
                 effect = "names them; split by them"
             # divided.images is text, such as "3 of 10 validation images".
             return (
-                f"{in_words}, the names of {divided.images} are also those of images in another split, such as "
+                f"{compared} of {divided.images} are also those of images in another split, such as "
                 f"{min(divided.groups)}. If such images show one thing, 'DATA.GROUP={setting}' {effect} "
                 "(docs/splits.md)"
             )
@@ -92,6 +104,29 @@ def _sentence_on_groups(splits: Mapping[str, Samples], setting: str) -> str:
     return (
         f"DATA.GROUP {setting}: {counted(len(divided.groups), 'group')} in more than one split, such as "
         f"{min(divided.groups)}: {divided.images}. Metrics may be better there than on new groups (docs/splits.md)"
+    )
+
+
+def _sentence_on_labels(splits: Mapping[str, Samples], setting: str) -> str:
+    """Return a sentence if images of one group of DATA.GROUP have different labels; else ''.
+
+    It is also '' if most groups do, as those of places may, and with several labels per image.
+    """
+    # Group -> its labels, each with the name of the first image that has it
+    labels_of = defaultdict[str, dict[int, str]](dict)
+    for samples in splits.values():
+        if samples.labels.ndim == 1:
+            for image, group in enumerate(samples.groups or ()):
+                label = int(samples.labels[image])
+                if label not in labels_of[group]:
+                    labels_of[group][label] = samples.name(image)
+    mixed = sorted(group for group, labels in labels_of.items() if len(labels) > 1)
+    if not 0 < 2 * len(mixed) <= len(labels_of):
+        return ""
+    first, second, *_ = labels_of[mixed[0]].values()
+    return (
+        f"Different labels in {counted(len(mixed), 'group')} of DATA.GROUP {setting}, such as {mixed[0]}: {first} and "
+        f"{second}. Where a group is one thing, one of them may be wrong"
     )
 
 

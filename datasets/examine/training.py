@@ -30,10 +30,9 @@ from utils.record.run_folder import (
     ALIKE_IMAGES,
     CONFIG,
     DATA,
-    MANY,
     LookAlikes,
     alike_in_words,
-    copies_unknown,
+    may_be_copies,
     write_json,
 )
 from utils.text import counted, some_of
@@ -125,8 +124,7 @@ def _related(findings: Findings, train: Samples, validation: Samples, images_ali
     These are copies, images whose group training has, and those of `images_alike`, unless such images may be no copies.
     """
     related = set(findings.copies.images) if findings.copies else set[int]()
-    alike_are_relatives = not copies_unknown(findings.alike) and LookAlikes(*findings.alike).median_others < MANY
-    if alike_are_relatives:
+    if may_be_copies(findings.alike):
         related.update(images_alike)
     if train.groups and validation.groups:
         related.update(np.flatnonzero(np.isin(validation.groups, train.groups)).tolist())

@@ -45,6 +45,10 @@ PLURALS = ("targets", "labels", "classes")
 """Usual names of the column that may hold several labels, besides TARGETS"""
 SPLITS = ("split", "set", "fold", "partition", "subset")
 """Usual names of the column that may say which split an image of a single table is in"""
+GROUPS = re.compile(
+    "(patient|subject|person|animal|case|study|series|scene|video|site|location)([ _-]?id)?", re.IGNORECASE
+)
+"""Usual names of a column that says what thing or place an image shows"""
 table_name = "{}.csv".format
 """File name of the table of a split"""
 LAYOUT = """Expected layout:
@@ -596,6 +600,25 @@ def images_in_table(file: Path, data: DataConfig) -> list[str]:
         files = [str(root / path) for path in image.split(OF_SEVERAL)]
         images_with_root.append(OF_SEVERAL.join(files))
     return images_with_root
+
+
+def group_column(data: DataConfig) -> tuple[str, dict[str, str]]:
+    """Find the first column of the data's tables that may be one for DATA.GROUP, by its name.
+
+    Returns its name, and its value for each image by `FileSamples.name`; '' and an empty dictionary without one.
+    """
+    group_of = dict[str, str]()
+    if data.DATASET.partition(":")[0] != "csv":
+        return "", group_of
+    locations = _locations(data)
+    _, names = next(_rows(next(iter(locations.values()))[0], data))
+    column = next(filter(GROUPS.fullmatch, names), "")
+    if column:
+        for location in locations.values():
+            table = _read(location, data.changed(GROUP=column))
+            images = FileSamples(table.root, table.paths, np.empty(0), None)
+            group_of.update((images.name(row), group) for row, group in enumerate(table.groups))
+    return column, group_of
 
 
 def _whole_number(text: str) -> int | None:

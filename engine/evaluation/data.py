@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 
 from datasets import check_dataset, comes_unsplit, has_labels, has_test, identity_of, source_of, validates_on_test
-from datasets.base import TITLES, ImageDataset
+from datasets.base import TITLES, ImageDataset, Samples
 from datasets.examine.copies import QUICK_SECONDS, find_copies
+from datasets.examine.findings import Copies
 from datasets.exclude import Remaining, excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
@@ -80,7 +81,7 @@ def settings_for_evaluation(
     # The split to evaluate.
     if part == AUTO:
         unsplit = comes_unsplit(config.changed(**nested(changes)).DATA)
-        changes[PART], reason = _choose_part(config, origin, unsplit)
+        changes[PART], reason = _choose_part(config, saved, origin, unsplit)
         if reason:
             notes.append(f"{PART} {changes[PART]}: {reason}")
         # Weights that do not record the run's path may not record its lists either: perhaps only these differ.
@@ -109,15 +110,15 @@ def _add_resets(
         )
 
 
-def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
+def _choose_part(config: Config, saved: Chosen | None, origin: Origin, unsplit: bool) -> tuple[str, str]:
     """Return the value for DATA.PART auto, and the reason for the log; '' if it is the usual one.
 
     `origin`: how the data relates to the run's, see `whose_data`. `unsplit`: the data has no validation split of its
     own.
     """
     source = source_of(config.DATA)
-    if origin == "moved":
-        return "val", f"{source} is the data that the model was trained on, in another place"
+    if saved is not None and origin == "moved":
+        return "val", f"{source} {_how_moved(config.DATA, saved)}"
     if origin == "other":
         reason = f"{source} has other file names or labels than the training, though perhaps the same images"
         if unsplit:
@@ -134,6 +135,22 @@ def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, st
     return "val", (
         f"whether the model was trained on {source} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
         "evaluated; -part all evaluates all images"
+    )
+
+
+def _how_moved(data: DataConfig, saved: Chosen) -> str:
+    """Say whether data with the names and labels of the run's data is the run's, by the bytes of training images."""
+    with unheard():
+        train_set = open_dataset(data, True, ANY_LABEL, 0, torch.device("cpu"))
+    copies = copies_in_training(saved, train_set.single_images())
+    if copies is None or not copies.compared:
+        return "has the names and labels of the data that the model was trained on"
+    if copies.found == copies.compared:
+        return "is the data that the model was trained on, in another place"
+    return (
+        "has the names and labels of the data that the model was trained on, but other bytes in "
+        f"{copies.compared - copies.found:,} of {copies.compared:,} compared training images. If these are other "
+        "images, -part all evaluates all"
     )
 
 
@@ -290,27 +307,33 @@ def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDatas
     compared; or for a training or validation split of the run's own data: its start has looked for copies there.
     """
     is_own_split = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
-    if saved is None or is_own_split or "DATA.DATASET" not in settings_of(saved):  # without it, the data is unknown
-        return None
-    train = None
-    evaluated = dataset.single_images()
-    with unheard(), suppress(UserError):  # the training data may be gone, or on another machine
-        train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
-        if "://" not in str(train_data.DATA_PATH):
-            train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
-    if not (train and evaluated) or evaluated.remote:
-        return None
-    if "pixels" in (train.stored, evaluated.stored):  # then there are no bytes of a file to compare
-        return None
-    copies = find_copies(train, evaluated, QUICK_SECONDS)
-    if not copies.examples:
+    copies = None if saved is None or is_own_split else copies_in_training(saved, dataset.single_images())
+    if copies is None or not copies.examples:
         return None
     copy, original = copies.examples[0]
     message = (
         f"{copies.found:,} of {copies.compared:,} compared images have the bytes of training images ({copy} is "
-        f"{original}); at most {len(evaluated) - copies.found:,} are new, and only these show what to expect."
+        f"{original}); at most {len(dataset) - copies.found:,} are new, and only these show what to expect."
     )
     return message, 100 * copies.found / copies.compared
+
+
+def copies_in_training(saved: Chosen, samples: Samples | None) -> Copies | None:
+    """Look for images that have the bytes of an image that the model was trained on; None if they cannot be compared.
+
+    `samples`: the images; None if they are in memory.
+    """
+    train = None
+    with unheard(), suppress(UserError):  # the training data may be gone, or on another machine
+        train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
+        # Without DATA.DATASET, the data is unknown.
+        if "://" not in str(train_data.DATA_PATH) and "DATA.DATASET" in settings_of(saved):
+            train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
+    if not (train and samples) or samples.remote:
+        return None
+    if "pixels" in (train.stored, samples.stored):  # then there are no bytes of a file to compare
+        return None
+    return find_copies(train, samples, QUICK_SECONDS)
 
 
 def validations_of(config: Config, saved: Chosen) -> int:

@@ -121,7 +121,8 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
     shows = f"`{command}-alike DIR` shows them"
     if number == 0:  # some may look alike, without being relatives
-        look_alike = alike_in_words(data.get("alike") or [])
+        images = "validation images" if result is None else f"{result.image}s"
+        look_alike = alike_in_words(data.get("alike") or [], f"{images} look like training images")
         return Doubt("relatives", look_alike, advice=shows) if look_alike else None
 
     if result is not None and result.is_right is not None and len(related) > 0:

@@ -20,6 +20,8 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 from safetensors.torch import save_file
 
 from datasets.base import Samples
+from datasets.examine.copies import find_copies
+from datasets.sources.files import FileSamples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Result, Vitamp, save_image
@@ -562,18 +564,34 @@ def test_training_says_unasked_that_copies_are_edited(
     assert "one thing or place. `" in trained.text
     ended = "1 of 21 validation images look like training images"
     assert ended in trained.text.partition("Top-1")[2]
-    assert re.search(r"1 of these images have relatives .* on the other 20", trained.text)
+    assert re.search(r"1 of 21 validation images have relatives .* on the other 20", trained.text)
     (step,) = (run / "checkpoints").glob("step-*3")
     resumed = vitamp("-resume", step, "-epochs", 2, "-output", tmp_path / "longer")
     assert ended in resumed.text, "though no features were computed"
     evaluated = vitamp(run, script="scripts/evaluate.py")
     assert ended in evaluated.text
+    # Elsewhere, copies are searched for anew: of equal bytes, and by the features that the start of the run has kept.
+    write_photographs(tmp_path / "other", range(80, 100))
+    edit(root / "train/bee/1.png", tmp_path / "other/bee/blurred.png", blurred)
+    shutil.copy(root / "train/bee/4.png", tmp_path / "other/bee/same.png")
+    elsewhere = (run, "-data_path", tmp_path / "other", "-part", "all")
+    evaluated = vitamp(*elsewhere, script="scripts/evaluate.py")
+    assert re.search(r"2 of 22 images have relatives .* on the other 20", evaluated.text)
+    unsearched = vitamp(*elsewhere, "DATA.CHECK=off", script="scripts/evaluate.py")
+    assert re.search(r"1 of 22 images have relatives .* on the other 21", unsearched.text)
     probed = vitamp(*words[:-2], "-probe", script="scripts/evaluate.py")
     assert "1 of 21 images of the validation split look like training images, as edited" in probed.text
     vitamp(run, script="scripts/report.py")
     assert ended in (run / "report.html").read_text()
     off = vitamp(*words[:-1], tmp_path / "off", "-epochs", 0, "DATA.CHECK=off")
     assert "look like training images" not in off.text
+
+
+def test_nothing_is_compared_with_images_that_are_gone(tmp_path: Path) -> None:
+    save_image(tmp_path / "new/0.jpg", 0)
+    new, gone = (FileSamples(tmp_path / folder, ["0.jpg"], np.zeros(1, np.int64), None) for folder in ("new", "gone"))
+    assert find_copies(gone, new, seconds=10).compared == 0
+    assert find_copies(new, new, seconds=10).found == find_copies(new, gone, seconds=10).compared == 1
 
 
 @pytest.mark.parametrize(
@@ -590,6 +608,41 @@ def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check
         save_image(tmp_path / place, number)
     said, _ = check(tmp_path / "data2")
     assert "Up to their first" not in said.out or name.startswith("shot")
+
+
+def test_groups_with_different_labels_are_named(check: Check, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for number in range(60):
+        patient = number // 3
+        class_name = CLASSES[1 if number == 2 else patient % 3]
+        save_image(data / class_name / f"p{patient}_{number}.jpg", number)
+    grouped = "DATA.GROUP=name_start", "DATA.VAL_FRACTION=0.2"
+    said, _ = check(data, *grouped)
+    pair = f"{data}/ant/p0_0.jpg and {data}/bee/p0_2.jpg"
+    assert f"Different labels in 1 group of DATA.GROUP name_start, such as p0: {pair}. Where a group is one" in said.err
+    assert "Different labels" not in check(data)[0].text
+    for patient in range(20):
+        save_image(data / CLASSES[(patient + 1) % 3] / f"p{patient}_{patient}x.jpg", 100 + patient)
+    assert "Different labels" not in check(data, *grouped)[0].text, "where most groups have, each is a place"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, split: bool) -> None:
+    rows = ["path,target,age,Patient_ID" + ",split" * split]
+    for number in range(90):
+        save_image(tmp_path / f"data/{number:03}.jpg", number)
+        part = ",val" if number % 5 == 0 else ",train"
+        rows.append(f"{number:03}.jpg,{CLASSES[number % 3]},{number % 9},no {number // 6}" + part * split)
+    table = tmp_path / "data/all.csv"
+    table.write_text("\n".join(rows))
+    said, _ = check(table, dataset="csv")
+    where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
+    named = (
+        rf"In the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
+    )
+    assert re.search(rf"{named} If .*, 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
+    grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
+    assert "In the column" not in grouped.text
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -171,6 +171,11 @@ def test_data_that_has_moved_keeps_the_split_of_the_run(
     done = vitamp(run, "-data_path", tmp_path / "moved", script="scripts/evaluate.py")
     listed.rename(place / "exclude.txt")
     assert (done.code, "For other images than the run's, give DATA.EXCLUDE=null." in done.err) == (2, True), done.text
+    save_image(tmp_path / "moved" / "a" / "own2.jpg", seed=1, size=(12, 12))
+    found = evaluated(vitamp, run, "-data_path", tmp_path / "moved")
+    assert (
+        "but other bytes in 1 of 26 compared training images. If these are other images, -part all evaluates" in found
+    )
     (tmp_path / "moved" / "a" / "own3.jpg").rename(tmp_path / "moved" / "a" / "own99.jpg")
     assert "all images: 30 images" in evaluated(vitamp, run, "-data_path", tmp_path / "moved")
 
@@ -253,7 +258,7 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Vitamp, run: Path, tmp
     assert "checked on 26 images of the run's training split" in done.text
     again = ("-data_path", run.parent / "own", f"DATA.EXCLUDE={run.parent / 'exclude.txt'}")
     done = vitamp(tmp_path / "w.safetensors", *again, script="scripts/evaluate.py", code=0)
-    assert "is the data that the model was trained on, in another place" in done.text
+    assert "has the names and labels of the data that the model was trained on." in done.text, "its place is unknown"
     for words, said in (
         ((run,), "IMAGE is missing"),
         ((run, "-part", "val", "x.jpg"), "-part val predicts the images of the run's data; leave x.jpg out"),

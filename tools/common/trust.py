@@ -1,22 +1,29 @@
 """Collects for evaluate.py and the report what the doubts about an evaluation depend on."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 
-from datasets import ImageDataset, open_dataset
+from datasets import ImageDataset
 from datasets.examine.trust import Doubt
-from datasets.labels import ANY_LABEL
-from engine.evaluation.data import OF_RUN, found_in_own_data, validations_of, whose_data
+from engine.evaluation.alike import count_alike
+from engine.evaluation.data import OF_RUN, copies_in_training, found_in_own_data, validations_of, whose_data
+from engine.evaluation.features import features_of
 from engine.report.trust import Result, Source, doubts, splits_of
-from engine.trained.model import Trained
+from engine.trained.model import Trained, pretrained, split_of_run
 from tools.common.command_line import MEMORISED
 from tools.common.evaluation import OneLabel, SeveralLabels
-from utils.config.kinds import AUTO
+from utils.config.load import config_of_weights
+from utils.config.resumed import settings_of
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.log import unheard
 from utils.record.history import History
+from utils.record.run_folder import ALIKE, may_be_copies
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import AUROC, BALANCED, TOP1, Metric
+from vitamp.pooling import pool_of
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 
@@ -29,36 +36,53 @@ def doubts_of(
     `dataset`: the images. `found`: their evaluation. `deciding`: the metric; None: the task's main one.
     """
     config = trained.config
-    about_data = dict[str, Any]()
     metric = trained.task.kind.best
     if deciding is not None and deciding in found.values:
         metric = deciding
     result = _result_of(found, metric)
     result.groups = dataset.groups()
+    is_of_run = whose_data(config, trained.chosen) in OF_RUN
+    part = dataset.data.PART
+    result.image = IMAGE_OF.get(part, "validation image") if is_of_run else "image"
+    about_data = dict[str, Any]()
     if isinstance(found, OneLabel):
         result.problems = found.strange(trained)
+        if not (is_of_run and part in MEMORISED):
+            about_data = _add_relatives(result, trained, dataset, found.rows.label.numpy())
 
-    # Of the run's own images, not those of training, some may have relatives in training. Relatives are images of one
-    # group (DATA.GROUP); for the run's own validation split also copies and look-alikes, which its start has found.
     run = run_folder_of(trained.chosen.place)
-    part = config.DATA.PART
-    whose = whose_data(config, trained.chosen)
-    result.image = IMAGE_OF.get(part, "validation image") if whose in OF_RUN else "image"
-    if part not in MEMORISED and whose in OF_RUN:
+    if is_of_run:
         result.validations = max(validations_of(config, model.chosen) for model in trained.all)
-        if run is not None and result.validations:
-            result.last = History.of_run(run).last(result.metric).get(trained.chosen.which)
-        related = set[int]()
-        if len(result.groups):
-            training_data = config.DATA.changed(PART=AUTO)  # as in training, which has no -part
-            for_training = True
-            training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
-            related.update(np.flatnonzero(np.isin(result.groups, training.groups())).tolist())
-        about_data = found_in_own_data(config, trained.chosen)
-        related.update(about_data.get("related", []))
-        result.related = sorted(related)
+    if run is not None and result.validations:
+        result.last = History.of_run(run).last(result.metric).get(trained.chosen.which)
     source = Source(run, splits_of(config.DATA), fold=config.DATA.FOLD is not None)
     return result, doubts(about_data, result, source)
+
+
+def _add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> dict[str, Any]:
+    """Find the evaluated images that have a relative among the training images, and return what is known of the data.
+
+    Relatives are copies and look-alikes, and in the run's own data images of one group (DATA.GROUP). In its validation
+    split, the run's start has looked for copies and look-alikes. `labels`: as the model numbers its classes.
+    """
+    chosen = trained.chosen
+    related = set[int]()
+    if len(result.groups) and whose_data(trained.config, chosen) in OF_RUN:
+        groups_of_training = split_of_run(trained, "train").groups()
+        related.update(np.flatnonzero(np.isin(result.groups, groups_of_training)).tolist())
+    about_data = found_in_own_data(trained.config, chosen)
+    if about_data:
+        related.update(about_data.get("related", []))
+    else:
+        copies = copies_in_training(chosen, dataset.single_images())
+        related.update(copies.images if copies else [])
+        counts, images_alike = _alike_in_training(trained, dataset, labels)
+        if may_be_copies(counts):
+            related.update(images_alike)
+        else:
+            about_data = {"alike": counts}
+    result.related = sorted(related)
+    return about_data
 
 
 def _result_of(found: OneLabel | SeveralLabels, metric: Metric) -> Result:
@@ -77,3 +101,25 @@ def _result_of(found: OneLabel | SeveralLabels, metric: Metric) -> Result:
         result.guess = found.largest_class_percent
         result.guessing = "always guessing the largest class"
     return result
+
+
+def _alike_in_training(trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> tuple[list[int], list[int]]:
+    """Count the images of `dataset` that look like training images, and list them, as `count_alike` does.
+
+    They are compared by the weights that the run began with, if its start has compared validation images so; else both
+    lists are empty. The features of the training images, which its start has kept, are computed again if they are gone.
+    """
+    chosen = trained.chosen
+    if dataset.data.CHECK == "off" or not chosen.choices.get(ALIKE):
+        return [], []
+    weights = {"PRETRAINED": settings_of(chosen)["MODEL.PRETRAINED"], "NEW_CLASSIFIER": "zero"}
+    config = config_of_weights(chosen).changed(MODEL=weights, DATA={"DOWNLOAD": False})
+    with suppress(UserError):  # the training images or the weights may be gone
+        with unheard():
+            at_start = pretrained(config, ALONE)
+            train_set = split_of_run(at_start, "train")
+        with at_start.computing(config.DATA.val_batch):
+            training = features_of(at_start, config, train_set, train_set.data)
+            features = features_of(at_start, config, dataset, dataset.data)._replace(labels=labels)
+            return count_alike(at_start, dataset, features, training, pool_of(at_start.model), dataset.data)
+    return [], []

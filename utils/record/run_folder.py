@@ -271,6 +271,16 @@ def copies_unknown(alike: Sequence[int]) -> bool:
     return two_labels >= FEWEST_WITH_TWO_LABELS and two_labels >= least
 
 
+def may_be_copies(alike: Sequence[int]) -> bool:
+    """Whether images that look like others count as their relatives, so that a model may know them.
+
+    They do not if each looks like many others, or if their labels say that they may be no copies.
+
+    alike: the numbers of LookAlikes, or only the first ones
+    """
+    return LookAlikes(*alike).median_others < MANY and not copies_unknown(alike)
+
+
 def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
     """Return a sentence, without its full stop, about images that look like others; '' if there are none.
 
@@ -319,7 +329,7 @@ def known_to_training(data: dict[str, Any]) -> bool:
     alike = data.get("alike") or []
     counts = LookAlikes(*alike)
     look_alike = counts.images
-    if counts.median_others >= MANY or copies_unknown(alike):
+    if not may_be_copies(alike):
         look_alike = 0
     pairs = [(copies.get("found", 0), copies.get("compared", 0)), (look_alike, counts.compared)]
     return any(known and known >= KNOWN * compared for known, compared in pairs)

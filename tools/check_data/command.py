@@ -201,6 +201,7 @@ def _check_images_exist(splits: Iterable[Split]) -> None:
 def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
     """Log the report of all findings, and write the exclude list of -fix, if that was given."""
     from datasets.examine.headers import remark_on_crop
+    from datasets.examine.shortcuts import why_not_examined
     from tools.check_data.report import exclude_list, report_text
 
     # Sizes of the images, for images of bands alone, and what the crop of training leaves of them
@@ -234,6 +235,9 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
         log.warning("%s.", findings.series)
     elif findings.series:
         advice.append(f"{findings.series}.")
+    unexamined = why_not_examined(list(splits[0].images()))
+    if unexamined:
+        advice.append(f"Not searched for shortcuts (docs/data.md): {unexamined}.")
     log.info(report_text(findings, data, advice))
 
 

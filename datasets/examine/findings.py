@@ -192,10 +192,8 @@ class Shortcut(Doubt):
     """Percent of the other training images that are mistaken for the clearest class"""
     fact: str = ""
     """The single property that separates the clearest class best from others, such as size 1024 x 1024"""
-    fact_in_class: tuple[int, int] = (0, 0)
-    """Training images of the clearest class that have it, and all of this class"""
-    fact_in_others: tuple[int, int] = (0, 0)
-    """Other training images that have it, and all others"""
+    fact_counts: list[int] = field(default_factory=list)
+    """Training images of the clearest class that have it, and all of this class; others that have it, and all others"""
     top1: float = 0.0
     """Percent of all training images whose class is recognised, in folds"""
     top1_interval: Interval | None = None

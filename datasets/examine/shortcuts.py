@@ -137,7 +137,7 @@ class Group(NamedTuple):
 
     @property
     def clear(self) -> float:
-        """Percentage points of `gain` from which the group recognises a class."""
+        """Percentage points of `Taken.gain` from which the group recognises a class."""
         return CLEAR_WITH_CAVEAT if self.caveat else CLEAR
 
 
@@ -156,6 +156,18 @@ GROUPS = (
     Group("edges and corners", _frame, FRAME, SHOWN, of_pixels=True),
     Group("lightness and mean colour", _colour, TEST, SHOWN, of_pixels=True),
 )
+
+
+class Taken(NamedTuple):
+    """How many percent of the images of a class, and of other images, are taken for the class."""
+
+    recall: float
+    interval: Interval
+    """The 95 % interval of the recall"""
+    mistaken: float
+    """Of other images"""
+    gain: Interval
+    """Interval of the difference, in percentage points"""
 
 
 class _Labelled:
@@ -177,17 +189,18 @@ class _Labelled:
         values = chosen[among]
         return 100 * float(values.mean()), effective_images(values, self.groups[among])
 
-    def gain(self, number: int, guesses: np.ndarray, z: float = Z) -> Interval:
-        """Return how many percentage points more images of a class than others are taken for it.
+    def taken(self, number: int, guesses: np.ndarray, z: float = Z) -> Taken:
+        """Return how many images of a class, and of others, are taken for it.
 
-        `guesses` is the class for which each image is taken. `z` is the normal quantile of the interval.
+        `guesses` is the class for which each image is taken. `z` is the normal quantile of the interval of the gain.
         """
         inside = self.labels == number
         if not 0 < inside.sum() < len(inside):
-            return Interval(-100.0, 100.0)
-        percent, count = self.percent(guesses == number, inside)
-        percent_of_others, count_of_others = self.percent(guesses == number, ~inside)
-        return newcombe((percent, percent_of_others), (count, count_of_others), z)
+            return Taken(0.0, Interval(0.0, 100.0), 0.0, Interval(-100.0, 100.0))
+        recall, count = self.percent(guesses == number, inside)
+        mistaken, count_of_others = self.percent(guesses == number, ~inside)
+        gain = newcombe((recall, mistaken), (count, count_of_others), z)
+        return Taken(recall, wilson(recall, count), mistaken, gain)
 
     def top1(self, probabilities: np.ndarray) -> tuple[float, Interval]:
         """Return the percentage of images whose class is the most probable one, with its 95 % interval."""
@@ -282,7 +295,7 @@ class _Search:
     """
 
     def __init__(self, group: Group, images: Sequence[Image], z: float) -> None:
-        """`images`: those of training. `z`: as in `_Labelled.gain`."""
+        """`images`: those of training. `z`: as in `_Labelled.taken`."""
         from sklearn.feature_extraction import DictVectorizer
         from sklearn.tree import DecisionTreeClassifier
 
@@ -314,8 +327,14 @@ class _Search:
             self.probabilities[np.ix_(held_out, self.tree.classes_)] = self.tree.predict_proba(self.table[held_out])
         self.tree.fit(self.table, labels)
         self.guesses = self._guesses(self.probabilities)
-        gains = [self.images.gain(number, self.guesses, z).low for number in range(len(self.images.classes))]
-        self.recognised = [number for number in np.argsort(gains)[::-1].tolist() if gains[number] >= group.clear]
+        self.taken = [self.images.taken(number, self.guesses, z) for number in range(len(self.images.classes))]
+        clear = [number for number, taken in enumerate(self.taken) if taken.gain.low >= group.clear]
+        self.recognised = sorted(clear, key=self._clearness, reverse=True)
+
+    def _clearness(self, number: int) -> tuple[float, float]:
+        """Order classes by their gain, and those of one gain by the images that are mistaken for them."""
+        taken = self.taken[number]
+        return round(taken.gain.low, 6), -taken.mistaken
 
     def _guesses(self, probabilities: np.ndarray) -> np.ndarray:
         """Return the class for which each image is taken."""
@@ -328,33 +347,29 @@ class _Search:
         clearest = self.recognised[0]
         name = images.classes[clearest]
         inside = images.labels == clearest
-        recalls = dict[str, float]()
-        for number in self.recognised:
-            recalls[images.classes[number]], _ = images.percent(self.guesses == number, images.labels == number)
-        interval = wilson(*images.percent(self.guesses == clearest, inside))
-        mistaken, _ = images.percent(self.guesses == clearest, ~inside)
+        taken = images.taken(clearest, self.guesses)
+        low, high = taken.interval
         top1, top1_interval = images.top1(self.probabilities)
         fact, has = self._clearest_fact(inside)
-        in_class = (int(has[inside].sum()), int(inside.sum()))
-        in_others = (int(has[~inside].sum()), int((~inside).sum()))
+        counts = [int(chosen.sum()) for chosen in (has & inside, inside, has & ~inside, ~inside)]
+        having, of_class, others_having, others = counts
         shortcut = Shortcut(
             kind="shortcut",
             sentence=(
-                f"{name}: {group.name} alone recognise {recalls[name]:.0f} % ({interval.low:.0f} to "
-                f"{interval.high:.0f} %) of its {in_class[1]:,} training images; {in_class[0]:,} of these and "
-                f"{in_others[0]:,} of {in_others[1]:,} others have {fact}"
+                f"{name}: {group.name} alone recognise {taken.recall:.0f} % ({low:.0f} to {high:.0f} %) of its "
+                f"{of_class:,} training images, mistaking {taken.mistaken:.0f} % of others; {fact}: {having:,} of "
+                f"these, {others_having:,} of {others:,} others"
             ),
             advice=f"{group.caveat}. {group.advice}".removeprefix(". "),
             images=[images.images[index].name for index in np.flatnonzero(inside)[:MOST_NAMED].tolist()],
             properties=group.name,
             of_file=not group.caveat,
-            nearly_all=not group.caveat and images.gain(clearest, self.guesses).low >= NEARLY_ALL,
-            classes=recalls,
-            interval=interval,
-            mistaken=mistaken,
+            nearly_all=not group.caveat and taken.gain.low >= NEARLY_ALL,
+            classes={images.classes[number]: self.taken[number].recall for number in self.recognised},
+            interval=taken.interval,
+            mistaken=taken.mistaken,
             fact=fact,
-            fact_in_class=in_class,
-            fact_in_others=in_others,
+            fact_counts=counts,
             top1=top1,
             top1_interval=top1_interval,
         )
@@ -369,7 +384,7 @@ class _Search:
         probabilities = np.asarray(self.tree.predict_proba(table.toarray()))
         top1, shortcut.validation_interval = validation.top1(probabilities)
         guessing = 100 * float(np.bincount(validation.labels).max()) / len(validation.labels)
-        gain = validation.gain(self.recognised[0], self._guesses(probabilities))
+        gain = validation.taken(self.recognised[0], self._guesses(probabilities)).gain
         shortcut.validation_top1 = top1
         shortcut.in_validation = gain.low >= self.group.clear
         count = f"{len(validation.images):,}"

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,12 @@ def made(images: Sequence[Image.Image], write: Write, strength: float, folder: P
     splits = []
     for part, of_part in (("train", images[:TRAINING]), ("val", images[TRAINING:])):
         for number, image in enumerate(of_part):
-            name = str(rng.choice(["other", "told"]))
-            has = (name == "told") == (rng.random() < strength)
+            name = str(rng.choice(["other", "marked"]))
+            has = (name == "marked") == (rng.random() < strength)
             place = folder / part / name
             place.mkdir(parents=True, exist_ok=True)
             write(image.copy(), place / f"{number}", has, int(rng.integers(75, 96)))
-        splits.append(split_of(folder / part, photographs_of(folder / part), ["other", "told"]))
+        splits.append(split_of(folder / part, photographs_of(folder / part), ["other", "marked"]))
     return found_in(*splits)
 
 
@@ -172,12 +173,23 @@ def found_in(train: FileSamples, validation: FileSamples) -> list[Shortcut]:
     return find_shortcuts(looked_at(train), lambda: looked_at(validation, "validation"), float("inf"))
 
 
+def rounded(value: Any) -> Any:
+    """Round all numbers within a value to one digit."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    return round(value, 1) if isinstance(value, float) else value
+
+
 def summary(shortcuts: Sequence[Shortcut]) -> list[dict[str, Any]]:
+    """All fields but the advice and the names of images."""
     rows = []
     for one in shortcuts:
-        row = {"by": one.properties, "sentence": one.sentence, "of_file": one.of_file, "defect": one.nearly_all}
-        row |= {"top1": one.top1, "validation_top1": one.validation_top1, "points": one.points}
-        rows.append({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()})
+        row = asdict(one)
+        for key in ("kind", "advice", "images"):
+            del row[key]
+        rows.append(rounded(row))
     return rows
 
 
@@ -195,7 +207,7 @@ def real_splits(folder: Path) -> tuple[FileSamples, FileSamples]:
 
 
 def at_start(train: FileSamples, validation: FileSamples) -> dict[str, Any]:
-    """What DATA.CHECK=quick finds, and what it computes; the first set counts the import of scikit-learn, too."""
+    """What DATA.CHECK=quick finds, and the seconds of CPU time that it takes once scikit-learn is imported."""
     begin = time.process_time()
     images = look_at_headers("training", train, DataConfig())
     headers = time.process_time()
@@ -248,18 +260,22 @@ def measure_made(photographs: Sequence[Path], results: dict[str, Any], keep: Kee
 
 
 def measure_real(folders: dict[str, Path], results: dict[str, Any], keep: Keep) -> None:
-    """Search real sets as at the start of a training, and whole. Sets that are in the results stay as they are."""
+    """Search real sets as at the start of a training, and whole. What was seen of them by eye stays in the results."""
+    begin = time.process_time()
+    import scipy.stats  # noqa: F401
+    import sklearn.feature_extraction
+    import sklearn.tree  # noqa: F401
+
+    keep("import_seconds", round(time.process_time() - begin, 1))
     known = results.get("real", {})
     rows = {}
     for name, folder in folders.items():
-        if name in known:
-            rows[name] = known[name]
-            continue
         train, validation = real_splits(folder)
         quick = at_start(train, validation)
         classes = Counter(train.labels.tolist())
         row = {"training": len(train), "validation": len(validation), "classes": len(classes), "quick": quick}
-        rows[name] = {**row, "said": summary(found_in(train, validation)), "own_look": ""}
+        own_look = known.get(name, {}).get("own_look", "")
+        rows[name] = {**row, "said": summary(found_in(train, validation)), "own_look": own_look}
         print(name, quick, [one["by"] for one in rows[name]["said"]], flush=True)
         keep("real", rows)
 

@@ -65,13 +65,9 @@ class Brief:
             self.left_out += text.count("\n") + 1
             return None
         if not is_kept:
-            text = self._fitted(text)
+            text = shortened(text.partition("\n")[0])
         self.count(text)
         return text
-
-    def _fitted(self, text: str) -> str:
-        """Return the first line of a text, shortened to the width of the terminal if it is one."""
-        return shortened(text.partition("\n")[0]) if sys.stdout.isatty() else text
 
     def coloured(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
@@ -86,4 +82,4 @@ class Brief:
         starts = tuple(f"  {name} " for name in MAIN_ROWS)
         main = [row for row in rows if row.startswith(starts)]
         self.left_out -= len(main) + 1
-        return "\n".join(map(self._fitted, [head, *main]))
+        return "\n".join(map(shortened, [head, *main]))

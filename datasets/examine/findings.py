@@ -66,8 +66,8 @@ LARGE = Kind("much_larger", f"at least {TIMES_LARGER} times as large as most oth
 TURNED = Kind(
     "to_be_turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
 )
-SHORTCUTS = Kind("shortcuts", "classes told nearly without mistakes by the file, without its picture", defect=True)
-LESSER_SHORTCUTS = Kind("perhaps_shortcuts", "classes told without the picture, some with mistakes, or perhaps rightly")
+SHORTCUTS = Kind("shortcuts", "classes that the file shows nearly without mistakes, without its picture", defect=True)
+LESSER_SHORTCUTS = Kind("perhaps_shortcuts", "classes recognised without the picture, in part or perhaps rightly")
 SOURCES = Kind("of_another_source", "properties (format, colours, size) that a split lacks, perhaps of another source")
 NEAR_DUPLICATES = Kind("nearly_duplicate", "nearly the same within a split")
 FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")
@@ -182,24 +182,32 @@ class Copies:
 
 @dataclass
 class Shortcut(Doubt):
-    """Properties that tell classes apart without the picture."""
+    """Properties that recognise classes without the picture, by a small classifier."""
 
     properties: str = ""
     """Name of their group"""
     of_file: bool = True
     """Whether they are of the file alone; else they may be what the images show, or do no harm"""
     nearly_all: bool = False
-    """Whether they are of the file alone, and tell nearly all images of a class from nearly all others"""
+    """Whether they are of the file alone, and separate nearly all images of a class from nearly all others"""
     classes: dict[str, float] = field(default_factory=dict)
-    """Class that they tell -> percent of its images that are recognised; the clearest class first"""
+    """Class -> percent of its training images that are recognised, in folds; the clearest class first"""
+    interval: Interval | None = None
+    """The 95 % interval of the percentage of the clearest class"""
+    mistaken: float = 0.0
+    """Percent of the other training images that are mistaken for the clearest class"""
+    fact: str = ""
+    """The single property that separates the clearest class best from others, such as size 1024 x 1024"""
+    fact_counts: list[int] = field(default_factory=list)
+    """Training images of the clearest class that have it, and all of this class; others that have it, and all others"""
     top1: float = 0.0
-    """Percent of training images whose class a small classifier tells by these properties, in folds"""
+    """Percent of all training images whose class is recognised, in folds"""
+    top1_interval: Interval | None = None
     in_validation: bool = False
-    """Whether they tell the clearest class in the validation split, too"""
+    """Whether they recognise the clearest class in the validation split, too"""
     validation_top1: float | None = None
-    """Percent of validation images whose class the classifier tells; None if none were looked at"""
+    """Percent of validation images whose class is recognised; None if none were looked at"""
     validation_interval: Interval | None = None
-    """The 95 % interval of that"""
 
 
 @dataclass
@@ -238,7 +246,7 @@ class Findings:
     turned: int = 0
     """Number of images to be turned by their EXIF data"""
     shortcuts: list[Shortcut] = field(default_factory=list)
-    """Properties of the files that tell classes apart"""
+    """Properties that recognise classes without the picture"""
 
     def __post_init__(self) -> None:
         # These are no fields, so data.json lacks them.

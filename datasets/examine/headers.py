@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -128,29 +128,26 @@ def _notes_on_header(
 def add_sources(findings: Findings, images: Iterable[Image]) -> None:
     """Add a note on each format, colour mode or size that a split lacks: images with it are perhaps of another source.
 
-    `shortcuts.py` finds those that tell classes apart.
+    `shortcuts.py` finds those that classes differ in.
     """
-    properties: dict[str, Callable[[Header], str]] = {
-        "format": lambda header: header.format,
-        "colours": lambda header: str(header.encoding["colours"]),
-        "size": lambda header: "{} x {}".format(*header.size),
-    }
     images = [image for image in images if image.header.encoding]  # it is unknown of arrays and bands
     split_sizes = Counter(image.split.title for image in images)
+    by_property = defaultdict[str, Counter[str]](Counter)  # property -> number of images in each split
     notes = findings.by_kind[SOURCES]
-    for property_name, value_of in properties.items():
-        by_value = defaultdict[str, Counter[str]](Counter)
-        for image in images:
-            by_value[value_of(image.header)][image.split.title] += 1
-        for value, counts in sorted(by_value.items(), key=lambda item: (item[1].total(), item[0])):
-            number = counts.total()
-            if number < AT_LEAST or 2 * number > len(images):
-                continue
-            for title, split_size in split_sizes.items():
-                expected = number * split_size / len(images)
-                if expected >= FEW and not counts[title]:
-                    note = f"none of {number:,} images in {title}, where chance puts {expected:.0f}"
-                    notes.append(f"{property_name} {value}: {note}")
+    for image in images:
+        header = image.header
+        size = "size {} x {}".format(*header.size)
+        for value in (f"format {header.format}", f"colours {header.encoding['colours']}", size):
+            by_property[value][image.split.title] += 1
+    for value, counts in sorted(by_property.items(), key=lambda item: item[1].total()):
+        number = counts.total()
+        if number < AT_LEAST or 2 * number > len(images):
+            continue
+        for title, split_size in split_sizes.items():
+            expected = number * split_size / len(images)
+            if expected >= FEW and not counts[title]:
+                note = f"none of {number:,} images in {title}, where chance puts {expected:.0f}"
+                notes.append(f"{value}: {note}")
 
 
 def remark_on_crop(headers: Iterable[Header], data: DataConfig) -> str:

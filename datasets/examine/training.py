@@ -41,7 +41,7 @@ from vitamp.sizes import sides
 
 REDUCED = 2.5
 """Ratio of an image's shorter side to the model's for which a note says that details are lost"""
-PIXEL_SECONDS = 0.4
+PIXEL_SECONDS = 0.25
 """Longest time of making thumbnails of a split with DATA.CHECK quick"""
 UNEQUAL = 5
 """Ratio of the largest class to the smallest for which the classes are called unequal"""
@@ -280,14 +280,14 @@ def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
 
 def _line_on_shortcuts(findings: Findings, command: str) -> Iterator[str]:
     """Yield a line on all shortcuts together, if there are any. `command` as in `notes_of`."""
-    told = []
+    said = []
     for shortcut in findings.shortcuts:
         name, recall = next(iter(shortcut.classes.items()))
-        told.append(f"{name} by {shortcut.properties} ({recall:.0f} %)")
-    if told:
-        line = f"Recognised without the picture, of {findings.looked_at:,} training images looked at: {'; '.join(told)}"
+        said.append(f"{name} by {shortcut.properties} ({recall:.0f} %)")
+    if said:
+        line = f"Recognised without the picture, of {findings.looked_at:,} training images looked at: {'; '.join(said)}"
         if any(shortcut.in_validation and shortcut.of_file for shortcut in findings.shortcuts):
-            line += ". Validation has the same, so its accuracy cannot tell what a model knows of the pictures"
+            line += ". Validation has the same, so its accuracy cannot show what a model knows of the pictures"
         yield f"{line}. `{command}` says more (docs/data.md)"
 
 

@@ -15,7 +15,7 @@ from utils.config.keys import settings, value_of
 from utils.distributed.group import backend_of, join
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksUserError
-from utils.log import DETAIL, log
+from utils.log import DETAIL, IN_FULL, brief_terminal, log
 from utils.program import LAUNCHER_PID, started_as
 from utils.text import aligned, counted
 
@@ -43,7 +43,9 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
     common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
     members = join(world, config.DIST, device, member, common)
     _check_devices(members)
-    log.info(environment_table(config, world, device, members), extra=DETAIL)
+    brief = brief_terminal()
+    shows_table = brief is not None and not brief.has_table  # in a pipe; a terminal has no room for it
+    log.info(environment_table(config, world, device, members), extra=IN_FULL if shows_table else DETAIL)
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:

@@ -206,6 +206,7 @@ def _check_images_exist(splits: Iterable[Split]) -> None:
 def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
     """Log the report of all findings, and write the exclude list of -fix, if that was given."""
     from datasets.examine.headers import remark_on_crop
+    from datasets.examine.shortcuts import why_not_examined
     from tools.check_data.report import exclude_list, report_text
 
     # Sizes of the images, for images of bands alone, and what the crop of training leaves of them
@@ -237,6 +238,9 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
         log.warning("%s.", findings.companions)
     if findings.series and data.GROUP is not None:
         log.warning("%s.", findings.series)
+    unexamined = why_not_examined(list(splits[0].images()))
+    if unexamined:
+        advice.append(f"Not searched for shortcuts (docs/data.md): {unexamined}.")
     log.info(report_text(findings, data, advice))
 
 

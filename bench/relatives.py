@@ -20,11 +20,10 @@ import torch
 from PIL import Image, ImageEnhance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.common.relatives import related_to_training
-
 from bench.alike import as_jpeg, cropped
 from engine.trained.model import batches_of, load_trained, name_of, split_of_run
-from utils.record.run_folder import read_data
+from tools.common.trust import related_to_training
+from utils.record.run_folder import alike_in_words, read_data
 from utils.statistics.groups import effective_images
 from utils.statistics.proportions import wilson
 
@@ -75,7 +74,8 @@ def measured(run: Path, part: str) -> dict[str, Any]:
     is_right = torch.cat([logits.argmax(1) for logits, _, _ in batches_of(trained, dataset)]).numpy() == labels
     names = [name_of(dataset, index) for index in range(len(dataset))]
     training = split_of_run(trained, "train")
-    related, sentence = related_to_training(trained, dataset, labels)
+    related, counts_alike = related_to_training(trained, dataset, labels)
+    sentence = alike_in_words(counts_alike, "images look like training images")
     if part == "val":  # as the run has found them
         related, sentence = set(data["related"]), " ".join([*data["warnings"], data["series"]])
     said = np.isin(np.arange(len(labels)), list(related))

@@ -74,15 +74,25 @@ def _add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labe
     if about_data:
         related.update(about_data.get("related", []))
     else:
-        copies = copies_in_training(chosen, dataset.single_images())
-        related.update(copies.images if copies else [])
-        counts, images_alike = _alike_in_training(trained, dataset, labels)
-        if may_be_copies(counts):
-            related.update(images_alike)
-        else:
-            about_data = {"alike": counts}
+        found, counts_alike = related_to_training(trained, dataset, labels)
+        related |= found
+        about_data = {"alike": counts_alike}
     result.related = sorted(related)
     return about_data
+
+
+def related_to_training(trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> tuple[set[int], list[int]]:
+    """Find images of `dataset` that have a relative among the training images: of equal bytes, or one that looks alike.
+
+    Returns their indices, and the numbers of `LookAlikes` if images look alike that may be no copies, which then do not
+    count. `labels`: of the images, as the model numbers its classes.
+    """
+    copies = copies_in_training(trained.chosen, dataset.single_images())
+    related = set(copies.images) if copies else set[int]()
+    counts, images_alike = _alike_in_training(trained, dataset, labels)
+    if may_be_copies(counts):
+        return related.union(images_alike), []
+    return related, counts
 
 
 def _result_of(found: OneLabel | SeveralLabels, metric: Metric) -> Result:

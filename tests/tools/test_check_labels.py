@@ -32,7 +32,7 @@ from tools.common.turns import Budget
 from tools.compare import runs
 from utils import progress
 from utils.config.data import DataConfig
-from utils.errors import TrainingError
+from utils.errors import TrainingError, UserError
 from vitamp.metrics import TOP1
 
 Call = Callable[..., Result]
@@ -244,9 +244,36 @@ def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Pa
     assert "Nothing found" in done.out
     page = (tmp_path / "labels" / "report.html").read_text()
     assert "<h2>The most doubtful images, which may all be right</h2>" in page
+    assert "None of these labels looks wrong beyond what chance and hard images explain" in page
     assert page.count("<figure") == page.count("otherwise <b>") == 20, "and not: looks like"
     assert [row["decision"] for row in listed(tmp_path / "labels")] == ["keep"] * 20
     assert excluded(tmp_path / "labels") == set()
+
+
+def test_one_wrong_group_may_be_chance(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    """Ten images of one thing in the folder of another class: without DATA.GROUP, they look like ten wrong labels."""
+    write_folders(tmp_path / "data", wrong=0, images=300)
+    for image in sorted((tmp_path / "data").glob("*/*.png")):
+        thing = f"{image.parent.name}{int(image.stem) // 30}"
+        folder = "ant" if thing == "bee0" else image.parent.name
+        image.rename(tmp_path / "data" / folder / f"{thing}-{image.name}")
+    words = digits_run, *of_folders(tmp_path / "data"), "-pool", "both", "-overwrite"
+    assert re.search(r"^10 labels look wrong; .* where up to 0 would if all were right", check(*words).out, re.M)
+    grouped = check(*words, r"DATA.GROUP=(\w+)-").out
+    assert re.search(r"^Too few to tell from chance: 10 labels look wrong; .* up to 1\d would", grouped, re.M)
+
+
+def test_a_class_half_of_which_is_called_another_is_said_to_be_beyond_the_search(
+    check: Call, digits_run: Path, tmp_path: Path
+) -> None:
+    write_folders(tmp_path / "data", wrong=0)
+    for number in range(0, 75, 3):
+        (tmp_path / "data" / "ant" / f"{number}.png").rename(tmp_path / "data" / "bee" / f"{number}.png")
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    words = "Beyond what this search can find: a class of which the models learnt a third or more of the images under"
+    assert words in done.out
+    assert words in (tmp_path / "labels" / "report.html").read_text()
+    assert {row["decision"] for row in listed(tmp_path / "labels")} == {"keep"}, "the search does not find them"
 
 
 def test_classes_that_no_model_recognises_are_named(check: Call, digits_run: Path, tmp_path: Path) -> None:
@@ -390,6 +417,32 @@ def test_hard_images_resemble_several_classes_or_one_that_is_not_learnt(rare: bo
     assert found.clear == counts
 
 
+@pytest.mark.parametrize("scattered", [True, False])
+def test_images_of_a_group_that_look_wrong_together_count_as_one(scattered: bool) -> None:
+    """Two things, photographed ten times each, look like another class: that may be chance. 20 things may not."""
+    groups, random = np.arange(600) // 10, np.random.default_rng(0)
+    right, odd = groups % 3, np.arange(600)[::30] if scattered else np.arange(20)
+    labels, logits = right.copy(), 4 * np.eye(3)[right] + random.normal(size=(600, 3))
+    labels[odd] = (right[odd] + 1) % 3
+    near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in right]
+    alone = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
+    grouped = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)), groups=groups)
+    assert alone.clear
+    assert alone.agreed == grouped.agreed >= 18
+    assert grouped.clear == scattered
+    assert (grouped.most_if_right > alone.most_if_right + 5) is not scattered
+
+
+def test_models_of_groups_must_be_better_than_guessing_by_groups() -> None:
+    """Right on 70 of 100 images, where guessing reaches 50: of seven of ten things, that may be chance."""
+    groups = np.arange(100) // 10
+    labels = groups % 2
+    logits = np.eye(2)[np.where(groups < 7, labels, 1 - labels)]
+    assert "top-1 70.0 % of the labels" in search._accuracy(logits, labels, 5, ())
+    with pytest.raises(UserError, match="say too little of the labels"):
+        search._accuracy(logits, labels, 5, groups)
+
+
 def test_copies_and_groups_are_no_neighbours() -> None:
     features, groups = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) // 3
     near = nearest(features, [np.arange(60), groups]).numpy()
@@ -513,6 +566,7 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         write_folders(tmp_path / "data" / part, wrong=0, images=images)
     done = check("-cfg", tiny, *of_folders(tmp_path / "data"), digits_run, "-pool", "both", "-prove", "-seeds", 2)
     assert "No search found wrong labels beyond chance: there is nothing to prove." in done.out
+    assert "Without -prove, this command shows the most doubtful images." in done.out
     assert not list((tmp_path / "labels").glob("all_labels*"))
 
 

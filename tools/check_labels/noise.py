@@ -24,6 +24,7 @@ from torch import Tensor
 
 from utils.progress import Progress
 from utils.seeding import generator_of
+from utils.statistics.groups import Groups, variance_inflation
 
 WRONG = 0.5
 """Probability from which on a label looks wrong"""
@@ -79,7 +80,7 @@ class Verdict(NamedTuple):
     agreed: int
     """Those that count, since they look like the same class beside the nearest images, too; all, without features"""
     most_if_right: int
-    """Largest number of these among labels that are redrawn as if all were right"""
+    """Largest number of these among labels that are redrawn as if all were right; more if images are in groups"""
     mean_if_right: float
     """Mean of the numbers of which that is the largest"""
     calibrations: list[Calibration]
@@ -138,13 +139,18 @@ def nearest(features: np.ndarray, related: Sequence[np.ndarray]) -> Tensor:
 
 
 def find_wrong(
-    logits: np.ndarray, labels: np.ndarray, seed: int, known: Calibration | None = None, near: Tensor | None = None
+    logits: np.ndarray,
+    labels: np.ndarray,
+    seed: int,
+    known: Calibration | None = None,
+    near: Tensor | None = None,
+    groups: Groups = (),
 ) -> Verdict:
     """Judge which labels are wrong, one label per image, by logits of models that did not see the image.
 
     `logits`: images x classes. `labels`: those that the images have. `known`: the calibration of other images, which is
     used in place of one that is fitted to these. `near`: the neighbours of each image, as `nearest` returns them;
-    without them the logits are the only view.
+    without them the logits are the only view. `groups`: of each image (DATA.GROUP), empty without groups.
     """
     given_labels = torch.from_numpy(labels)
     classes = logits.shape[1]
@@ -168,8 +174,8 @@ def find_wrong(
         recognised = given_labels[logits_of_models.argmax(1) == given_labels].bincount(minlength=classes)
         is_learnt = (recognised >= LEARNT * given_labels.bincount(minlength=classes)).double()
 
-    def count_by_level(wrong_probability: Tensor) -> Tensor:
-        return (wrong_probability >= levels).sum(1)  # levels x images, summed over the images
+    def look_wrong_at(wrong_probability: Tensor) -> Tensor:
+        return wrong_probability >= levels  # levels x images
 
     # Redraw the labels as if all were right, and count those that look wrong then.
     cumulative_probabilities = torch.stack([fitted.class_probabilities for fitted in fits]).mean(0).cumsum(1)
@@ -179,15 +185,16 @@ def find_wrong(
         draws = torch.from_numpy(generator.random((len(given_labels), 1)))
         redrawn = (draws > cumulative_probabilities).sum(1).clamp(max=classes - 1)
         wrong = _wrong_by_all([_fit(view, redrawn, calibration) for view, calibration in views])
-        counts_of_draws.append(count_by_level(wrong * is_learnt[redrawn]))
+        counts_of_draws.append(look_wrong_at(wrong * is_learnt[redrawn]).sum(1))
     if_right = torch.stack(counts_of_draws)  # draws x levels
 
     # Count the given labels that look wrong to the models, and those that look wrong to both views.
-    agreed_by_level = count_by_level(_wrong_by_all(fits) * is_learnt[given_labels])
+    agree = look_wrong_at(_wrong_by_all(fits) * is_learnt[given_labels])
     changed, changed_found = _find_changed_labels(logits_of_models, known, given_labels, seed)
-    look_wrong_by_level = count_by_level(fit_of_models.wrong_probability)
+    look_wrong_by_level = look_wrong_at(fit_of_models.wrong_probability).sum(1)
+    most_by_level = _most_by_chance(if_right, agree, groups)
     (look_wrong, agreed, most_if_right), *surer = zip(
-        look_wrong_by_level.tolist(), agreed_by_level.tolist(), if_right.amax(0).tolist(), strict=True
+        look_wrong_by_level.tolist(), agree.sum(1).tolist(), most_by_level.tolist(), strict=True
     )
     return Verdict(
         wrong_probability=fit_of_models.wrong_probability.numpy(),
@@ -202,6 +209,21 @@ def find_wrong(
         changed_found=changed_found,
         surer=surer,
     )
+
+
+def _most_by_chance(if_right: Tensor, agree: Tensor, groups: Groups) -> Tensor:
+    """Return at each level how many labels may look wrong if all are right: the largest number of all draws, or more.
+
+    Images of a group look wrong together, but labels were redrawn one by one. So several images count as one: by
+    chance, their number varies more, and by several at once.
+
+    `if_right`: numbers of labels that looked wrong, draws x levels. `agree`: whether each given label looks wrong,
+    levels x images.
+    """
+    count_as_one = torch.tensor([variance_inflation(looks_wrong, groups) for looks_wrong in agree.numpy()])
+    mean = if_right.double().mean(0)
+    most = mean + (if_right.amax(0) - mean) * count_as_one.sqrt() + count_as_one - 1
+    return most.round().int()
 
 
 def _find_changed_labels(logits: Tensor, known: Calibration | None, given_labels: Tensor, seed: int) -> tuple[int, int]:

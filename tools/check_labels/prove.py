@@ -60,6 +60,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     tables = search_each_seed(images, method, seeds, out / "lists")
     if not tables:
         log.info("No search found wrong labels beyond chance: there is nothing to prove.")
+        log.info("Without -prove, this command shows the most doubtful images.")
         return EXIT_DONE
     # Judge the labels of the validation split, too, by the models of the last seed's search, which still has them.
     # The validation split may have no image of the last classes.

@@ -38,12 +38,18 @@ from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.record.run_folder import MANY
+from utils.statistics.groups import Groups, effective_images
 from utils.statistics.proportions import wilson
 from utils.text import counted
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
 from vitamp.metrics import AVERAGE, PLAIN
 from vitamp.pooling import POOLED, check_pool, pool_of
+
+BEYOND = (
+    "Beyond what this search can find: a class of which the models learnt a third or more of the images under one "
+    "other label."
+)
 
 
 class OutOfTimeError(Exception):
@@ -94,6 +100,10 @@ class Images:
 
     def name(self, index: int) -> str:
         return path_in_list(self.samples.name(index), self.data)
+
+    def groups_of(self, indices: np.ndarray) -> np.ndarray:
+        """The group (DATA.GROUP) of each of these images; empty without groups."""
+        return np.array(self.samples.groups)[indices] if self.samples.groups else np.empty(0)
 
     @cached_property
     def label_numbers(self) -> np.ndarray:
@@ -492,7 +502,7 @@ class SearchResult:
                 f"Of {verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time, "
                 f"{verdict.changed_found:,} look wrong to this search."
             )
-        return [*lines, self._verdict_in_words()]
+        return [*lines, BEYOND, self._verdict_in_words()]
 
     def _verdict_in_words(self) -> str:
         """Say how many labels look wrong, and how many would if all were right.
@@ -532,16 +542,16 @@ def find_suspects(images: Images, method: Method, seed: int) -> SearchResult:
     distinct_logits = method.logits(images, seed)
     logits = distinct_logits[images.distinct_row]
     distinct_labels = images.labels[images.distinct]
-    accuracy = _accuracy(distinct_logits, distinct_labels, method.folds)
+    groups = images.groups_of(images.distinct)
+    accuracy = _accuracy(distinct_logits, distinct_labels, method.folds, groups)
 
     # A class is judged only if the models of all folds saw other images of it: not if it has few, or all in one group.
     counts = images_of_classes(distinct_labels, len(images.classes))
     is_unjudged = (counts > 0) & (counts < method.folds)
-    if images.samples.groups:
-        group_of = np.array(images.samples.groups)[images.distinct]
+    if len(groups):
         for label in np.flatnonzero(counts):
             has_label = distinct_labels[:, label] > 0 if distinct_labels.ndim == 2 else distinct_labels == label
-            if len(np.unique(group_of[has_label])) == 1:
+            if len(np.unique(groups[has_label])) == 1:
                 is_unjudged[label] = True
     unjudged = np.flatnonzero(is_unjudged)
     suspects, verdict = judge_labels(images, logits, seed, unjudged, features=method.features)
@@ -597,14 +607,15 @@ def judge_labels(
     judged = np.flatnonzero(~np.isin(images.labels, not_judged))
     labels = images.labels[judged]
     distinct_row = images.distinct_row[judged]
+    groups = images.groups_of(judged)
     neighbours = None
     if features is not None:
         related = [distinct_row]
-        if images.samples.groups:
-            related.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
+        if len(groups):
+            related.append(np.unique(groups, return_inverse=True)[1])
         neighbours = nearest(np.asarray(features)[judged], related)
     # With one label per image, a single calibration holds for all classes.
-    verdict = find_wrong(logits[judged], labels, seed, calibrations[0], neighbours)
+    verdict = find_wrong(logits[judged], labels, seed, calibrations[0], neighbours, groups)
 
     # Among copies with several labels, suspects are those that do not have the likeliest one of these labels.
     likeliest_label_of = dict[int, int]()  # by row, of such suspects
@@ -705,7 +716,7 @@ def _judge_each_class(
     return suspects, together
 
 
-def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
+def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int, groups: Groups) -> str:
     """Say how accurate the models are on images that they did not see.
 
     Raises UserError if they are no better than guessing: then their probabilities say nothing about the labels.
@@ -718,9 +729,11 @@ def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
         must_exceed_guessing = reached / 1.1  # mAP must be a tenth above guessing
         words = f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
     else:
-        reached = 100 * float((logits.argmax(1) == labels).mean())
+        is_right = logits.argmax(1) == labels
+        reached = 100 * float(is_right.mean())
         guessing = 100 * float(np.bincount(labels).max()) / len(labels)
-        must_exceed_guessing = wilson(reached, len(labels)).low  # lower end of the confidence interval
+        interval = wilson(reached, effective_images(is_right, groups))
+        must_exceed_guessing = interval.low
         words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
     if must_exceed_guessing <= guessing:
         raise UserError(

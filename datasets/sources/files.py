@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import Part, Samples, Unreadable, name_prefix
+from datasets.base import CSV_PREFIX, Part, Samples, Unreadable, name_prefix
 from datasets.decoding import ENDINGS
 from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
@@ -369,7 +369,17 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataCo
         for path in files_of_image:
             image_file = root / path
             if not image_file.is_file():
-                raise UserError(f"{file} names {path}, but {no_file(image_file)}. Paths are relative to the file.")
+                raise UserError(f"{file} names {path}, but {no_file(image_file)}. {where_images_are(data)}")
+
+
+def where_images_are(data: DataConfig) -> str:
+    """Say what the paths in a list or table are relative to, for an error about a missing image."""
+    dataset = data.DATASET
+    if dataset == "csv":
+        dataset = f"{CSV_PREFIX}{data.DATA_PATH}"
+    if dataset.startswith(CSV_PREFIX):
+        return f"Paths are relative to the table, or with -dataset {dataset} -data_path FOLDER to that folder."
+    return "Paths in a list are relative to it."
 
 
 def leads_out(path: str) -> bool:

@@ -690,6 +690,14 @@ def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Pat
     assert ("in more than one split, such as" in grouped.err) == split
 
 
+def test_a_table_away_from_its_images_is_answered_by_the_flags_that_join_them(vitamp: Vitamp, tmp_path: Path) -> None:
+    table = tmp_path / "all.csv"
+    table.write_text("path,target\n" + "".join(f"{number}.png,{'ab'[number % 2]}\n" for number in range(20)))
+    done = vitamp("-data_path", table, script=SCRIPT, code=2)
+    assert f"images exists: there is no file {tmp_path}/0.png. Paths are relative to the table, or with" in done.err
+    assert f"-dataset csv:{table} -data_path FOLDER" in done.err
+
+
 def test_a_test_split_that_cannot_be_read_is_no_clean_end(check: Check, tree: Path) -> None:
     save_image(tree / "test" / "unknown" / "0.jpg", 7)
     done, _ = check(tree, code=1)

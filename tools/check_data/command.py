@@ -162,7 +162,7 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     splits = [scan_split(title, samples, data, workers, world) for title, samples in samples_of.items()]
     if not splits or not world.first:
         return EXIT_DONE
-    _check_images_exist(splits)
+    _check_images_exist(splits, data)
     findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
     _report(findings, splits, data, asked)
     if asked.json is not None:
@@ -193,14 +193,14 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     return EXIT_DONE if findings.clean and not test_is_unread else EXIT_FAILED
 
 
-def _check_images_exist(splits: Iterable[Split]) -> None:
+def _check_images_exist(splits: Iterable[Split], data: DataConfig) -> None:
     """Raise UserError if none of the images of a split exists."""
-    from datasets.sources.files import no_file
+    from datasets.sources.files import no_file, where_images_are
 
     for split in splits:
         if split.scans and all(scan.problem == "missing" for scan in split.scans):
-            where = no_file(Path(split.samples.name(0)))
-            raise UserError(f"None of {counted(len(split.scans), f'{split.title} image')} exists: {where}.")
+            problem = f"None of {counted(len(split.scans), f'{split.title} image')} exists"
+            raise UserError(f"{problem}: {no_file(Path(split.samples.name(0)))}. {where_images_are(data)}")
 
 
 def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: Asked) -> None:

@@ -16,6 +16,7 @@ from engine.task.several import SeveralLabels
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import image
 from tests.program import Vitamp
+from tests.refused import refusal
 from utils.config import TrainConfig
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -71,8 +72,11 @@ def test_a_table_may_be_anywhere_with_paths_below_the_data(tmp_path: Path) -> No
         assert count_classes(data, train=True) == 3
     with pytest.raises(UserError, match=re.escape(f"DATA.DATASET (-dataset): there is no file {lists}/no.csv")):
         check_dataset(data.changed(DATASET=f"csv:{lists}/no.csv"), 10)
-    with pytest.raises(UserError, match=r"names 0\.png, but there is no file"):
-        check_dataset(data.changed(DATA_PATH=str(lists)), 10)
+    for place, dataset in ((f"{lists}/all.csv", "csv"), (str(lists), "csv"), (str(lists), f"csv:{lists}/all.csv")):
+        text = refusal(check_dataset, data.changed(DATA_PATH=place, DATASET=dataset), 10)
+        assert "names 0.png, but there is no file" in text
+        table = place if dataset == "csv" else f"{lists}/all.csv"
+        assert f"or with -dataset csv:{table} -data_path FOLDER to that folder." in text
 
 
 def two(table: Callable[..., Path], train: str, val: str) -> Path:

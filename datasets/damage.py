@@ -2,12 +2,13 @@
 
 import errno
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from datasets.base import NO_MEMORY, Broken, Unreadable
+from datasets.base import NO_MEMORY, Broken, Unreadable, name_prefix
 from utils.config.data import DataConfig
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError, TrainingError
@@ -23,6 +24,7 @@ PAUSES = (0.1, 1.0, 3.0)
 FAILURES_OF_STORAGE = 8
 """Storage failures in a row that end training, or in validation the retries: so many do not come from single images."""
 NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, NotRegular)
+WHEN_BACK = "When the storage is back, resume with -resume; if nothing is saved yet, start again."
 LISTS = "broken.txt", "broken-2.txt"
 MOST_NAMED_IN_TRAINING = 3
 MOST_NAMED_IN_VALIDATION = 10
@@ -68,6 +70,18 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
             return Failure(NO_MEMORY, "damaged")
 
 
+def is_gone(data: DataConfig) -> bool:
+    """Tell whether the folder DATA_PATH is missing or empty: it was removed, or its file system is unmounted."""
+    folder = name_prefix(data)
+    if not folder or "://" in folder:
+        return False
+    try:
+        with os.scandir(folder) as entries:
+            return not any(entries)
+    except OSError:
+        return True
+
+
 def allowed(max_bad: float, samples: int) -> int:
     """Return DATA.MAX_BAD as a number of images. Fractions are rounded up, so that one bad image in 50 is allowed."""
     return math.ceil(round(max_bad * samples, 6)) if max_bad < 1 else int(max_bad)
@@ -78,6 +92,7 @@ class BrokenImages:
 
     def __init__(self, data: DataConfig, samples: int) -> None:
         """Read the list DATA.EXCLUDE, to which this run adds. `samples`: number of training samples."""
+        self._data = data
         self.limit = allowed(data.MAX_BAD, samples)
         """Most images that may be unreadable"""
         # The file DATA.EXCLUDE and its lines, as the run found them when it began.
@@ -96,8 +111,13 @@ class BrokenImages:
         self._list_is_incomplete = False
         """Whether the list in the run's folder lacks images because it could not be written"""
 
-    def add(self, images: Iterable[Broken]) -> None:
-        """Record and log images that this rank could not read; TrainingError if there are too many."""
+    def add(self, images: list[Broken]) -> None:
+        """Record and log images that this rank could not read; TrainingError if there are too many.
+
+        If all of the data is gone, none is recorded: the images may be intact.
+        """
+        if images and is_gone(self._data):
+            raise TrainingError(f"The data is gone: {self._data.DATA_PATH} is missing or empty. {WHEN_BACK}")
         self._not_shared += [broken for broken in images if self._record(broken)]
         if len(self._broken) > self.limit:
             self._write()
@@ -179,7 +199,10 @@ class BrokenImages:
             next_step = "repeat the command."
         else:
             how_to_exclude = f"exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all)"
-            next_step = "use -resume; after excluding images, from the end of an epoch (-last_epoch)."
+            next_step = (
+                "use -resume; after excluding images, from the end of an epoch (-last_epoch). If nothing is saved yet, "
+                "start again."
+            )
         return (
             f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
             f"last: {_names(last_images)}. Repair them, {how_to_exclude}, or raise DATA.MAX_BAD. Then (after storage "

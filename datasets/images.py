@@ -1,9 +1,7 @@
 """Data sets that read images one by one and make batches of pixels from them."""
 
-import contextlib
 import copy
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -11,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, dtype_of, name_prefix, part_of
-from datasets.damage import FAILURES_OF_STORAGE, Failure, allowed, failure_or
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, dtype_of, part_of
+from datasets.damage import FAILURES_OF_STORAGE, WHEN_BACK, Failure, allowed, failure_or, is_gone
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -135,7 +133,7 @@ class Images(ImageDataset):
             if self._storage_failures >= FAILURES_OF_STORAGE:
                 raise TrainingError(
                     f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last "
-                    f"{broken.name}: {failure.reason}. When the storage is back, resume with -resume."
+                    f"{broken.name}: {failure.reason}. {WHEN_BACK}"
                 )
             # Storage failures do not count towards MAX_BAD here: the next images show whether the storage is gone.
             damaged = [image for image in self._new_broken.values() if not image.storage]
@@ -148,13 +146,8 @@ class Images(ImageDataset):
         from datasets.exclude import line_of
 
         name = self.samples.name(index)
-        is_storage_failure = failure.kind != "damaged"
-        if failure.kind == "missing":
-            # A missing image is no failure of the storage, unless the data's whole folder is missing or empty: then its
-            # file system may be unmounted, and the image intact.
-            with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
-                folder_is_empty = not any(entries)
-                is_storage_failure = folder_is_empty
+        # A missing image is a failure of the storage only if all of the data is gone: then the image may be intact.
+        is_storage_failure = failure.kind == "storage" or (failure.kind == "missing" and is_gone(self.data))
         line = line_of(name, failure.reason, self.data)
         if is_storage_failure:
             self._storage_failures += 1

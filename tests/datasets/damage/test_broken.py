@@ -4,7 +4,7 @@ import errno
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from datasets import PADDING, Batch, TrainLoader, ValLoader, open_dataset
 from datasets.base import Broken, Samples
-from datasets.damage import PAUSES, BrokenImages, allowed
+from datasets.damage import PAUSES, BrokenImages, allowed, is_gone
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, part, settings
@@ -253,20 +253,35 @@ def failing(training: Loaders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     return make
 
 
-@pytest.mark.parametrize(("lost", "why"), [(range(12), "Input/output error"), ((), "it does not exist")])
 @pytest.mark.parametrize("max_bad", [0, 1, 7, 8, 1000])
-def test_storage_failures_end_training_whatever_max_bad_is(
-    failing: Loaders, listed: Path, max_bad: int, lost: Sequence[int], why: str
-) -> None:
-    loader = failing([*lost], max_bad)
-    if not lost:  # the file system is unmounted
-        shutil.rmtree(listed)
-    text = refusal(epoch, loader, by=TrainingError)
+def test_storage_failures_end_training_whatever_max_bad_is(failing: Loaders, max_bad: int) -> None:
+    text = refusal(epoch, failing([*range(12)], max_bad), by=TrainingError)
     assert text.startswith("Storage failure: 8 training images in a row") == (max_bad >= 8)
     assert text.startswith("8 training images cannot be read, and DATA.MAX_BAD allows") == (max_bad < 8)
-    assert why in text
+    assert "Input/output error" in text
     assert "when the storage is back" in text.casefold()
     assert "-resume" in text
+
+
+@pytest.mark.parametrize("max_bad", [0, 1, 7, 8, 1000])
+@pytest.mark.parametrize("unmounted", [True, False])
+def test_removed_data_ends_training_with_one_message_and_no_list(
+    failing: Loaders, listed: Path, tmp_path: Path, said: pytest.LogCaptureFixture, max_bad: int, unmounted: bool
+) -> None:
+    loader = failing([], max_bad)
+    shutil.rmtree(listed)
+    if unmounted:
+        listed.mkdir()
+    text = refusal(epoch, loader, by=TrainingError)
+    assert text.startswith(f"The data is gone: {listed} is missing or empty. When the storage is back, resume")
+    assert "if nothing is saved yet, start again" in text
+    assert "cannot be read" not in said.text, "no warning for each image"
+    assert not (tmp_path / "broken.txt").exists(), "the images may be intact"
+
+
+def test_broken_images_at_a_url_do_not_mean_that_the_data_is_gone() -> None:
+    assert not is_gone(settings(DATASET="shards", DATA_PATH="https://host/set"))
+    assert not is_gone(settings(DATASET="digits"))
 
 
 def test_storage_failures_are_comments_in_the_broken_list(failing: Loaders, listed: Path, tmp_path: Path) -> None:

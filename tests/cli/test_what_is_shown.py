@@ -78,6 +78,29 @@ def test_table_of_epochs_goes_into_a_pipe_if_asked_for(vitamp: Vitamp, tiny: Pat
     assert (run / "log.txt").read_text().count("Step[") > 2
 
 
+def test_a_pipe_gets_few_lines_before_the_first_epoch_and_after_the_last(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
+) -> None:
+    """log.txt has the others; the pipe says how many they are."""
+    words = ("-dataset", "imagefolder", "-data_path", tmp_path / "images", "-num_classes", "auto", "LOG_STYLE=auto")
+    for split, name, number in ((s, n, k) for s in ("train", "val") for n in "abc" for k in range(4)):
+        save_image(tmp_path / "images" / split / name / f"{number}.jpg", seed=number, size=(40 + number, 40))
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, "DATA.IMAGE_CHANNELS=3", "-batch_size", 4, code=0)
+    before, epochs = done.out.split("Epoch[", 1)
+    shown = before.splitlines()
+    assert len(shown) <= 12
+    assert shown[0].startswith("vitamp ")
+    assert [line.split()[0] for line in shown[1:7]] == ["device", "precision", "model", "data", "inputs", "training"]
+    logged = (tmp_path / "run/log.txt").read_text()
+    assert "MODEL.NUM_CLASSES 3: classes of" in logged
+    assert "MODEL.NUM_CLASSES" not in before
+    lines_before = logged.split("Epoch[", 1)[0].count("\n")
+    on_standard_output = lines_before - done.err.count("warning: ")
+    assert shown[-1] == f"{on_standard_output - len(shown) + 1} more lines in log.txt"
+    end = epochs.rpartition("Where the time went")[2].splitlines()[1:]
+    assert len([line for line in end if not line.startswith(("Next", "  "))]) <= 5
+
+
 def test_first_update_and_the_loss_of_a_part_of_an_epoch_are_logged(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=3", code=0)
     assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [1]

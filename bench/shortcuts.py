@@ -29,7 +29,7 @@ from datasets.examine import findings
 from datasets.examine.findings import Shortcut
 from datasets.examine.headers import look_at_headers
 from datasets.examine.shortcuts import find_shortcuts, with_thumbnails
-from datasets.examine.training import PIXEL_SECONDS
+from datasets.examine.training import PIXEL_SECONDS, VALIDATION_IMAGES
 from datasets.sources.files import FileSamples
 from utils.config.data import DataConfig
 from utils.statistics.proportions import wilson
@@ -211,7 +211,9 @@ def at_start(train: FileSamples, validation: FileSamples) -> dict[str, Any]:
     begin = time.process_time()
     images = look_at_headers("training", train, DataConfig())
     headers = time.process_time()
-    found = find_shortcuts(images, lambda: look_at_headers("validation", validation, DataConfig()), PIXEL_SECONDS)
+    found = find_shortcuts(
+        images, lambda: look_at_headers("validation", validation, DataConfig(), VALIDATION_IMAGES), PIXEL_SECONDS
+    )
     seconds = {"headers": headers - begin, "shortcuts": time.process_time() - headers}
     told = [one.properties for one in found]
     return {
@@ -255,7 +257,7 @@ def measure_made(photographs: Sequence[Path], results: dict[str, Any], keep: Kee
             continue
         with tempfile.TemporaryDirectory() as folder:
             rows[title] = summary(made(images, MADE[kind], strength, Path(folder)))
-        print(title, [row["by"] for row in rows[title]], flush=True)
+        print(title, [row["properties"] for row in rows[title]], flush=True)
         keep("made", {"training": TRAINING, "validation": VALIDATION, "sets": rows})
 
 
@@ -276,7 +278,7 @@ def measure_real(folders: dict[str, Path], results: dict[str, Any], keep: Keep) 
         row = {"training": len(train), "validation": len(validation), "classes": len(classes), "quick": quick}
         own_look = known.get(name, {}).get("own_look", "")
         rows[name] = {**row, "said": summary(found_in(train, validation)), "own_look": own_look}
-        print(name, quick, [one["by"] for one in rows[name]["said"]], flush=True)
+        print(name, quick, [one["properties"] for one in rows[name]["said"]], flush=True)
         keep("real", rows)
 
 

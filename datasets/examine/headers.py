@@ -44,12 +44,12 @@ MOST_KEPT = 0.6
 """Largest fraction of an image that a validation crop may keep for a remark on the crop"""
 
 
-def look_at_headers(title: str, samples: Samples, data: DataConfig) -> list[Image]:
-    """Read the headers of images of a split, in random order, of as many as DATA.CHECK allows."""
+def look_at_headers(title: str, samples: Samples, data: DataConfig, most: int = LOOKED_AT) -> list[Image]:
+    """Read the headers of images of a split, in random order, of as many as DATA.CHECK allows; of `most` if quick."""
     count = len(samples)
     seconds = float("inf")
     if data.CHECK == "quick":
-        count = min(LOOKED_AT, count)
+        count = min(most, count)
         seconds = HEADER_SECONDS
     end = time.monotonic() + seconds
     split = Split(title, samples)

@@ -173,11 +173,16 @@ class Taken(NamedTuple):
 class _Labelled:
     """Images with the numbers of their classes. Images of other classes than these have the last number."""
 
-    def __init__(self, images: Sequence[Image], classes: Sequence[str]) -> None:
+    def __init__(self, images: Sequence[Image], classes: Sequence[str] | None = None) -> None:
+        """`classes`: by default, those that are large enough to be examined, and leave as many other images."""
+        names = [image.label for image in images]
+        if classes is None:
+            counts = Counter(names).most_common(MOST_CLASSES)
+            classes = [name for name, count in counts if FEWEST <= count <= len(images) - FEWEST]
         self.images = images
         self.classes = classes
         numbers = {name: number for number, name in enumerate(classes)}
-        self.labels = np.array([numbers.get(image.label, len(classes)) for image in images], int)
+        self.labels = np.array([numbers.get(name, len(classes)) for name in names], int)
         groups = list[str]()
         for image in images:
             names = image.split.samples.groups
@@ -216,9 +221,10 @@ def why_not_examined(training: Sequence[Image]) -> str:
         return "nothing is known of the files, as of arrays and bands"
     if images[0].split.samples.labels.ndim > 1:
         return "the images have several labels"
-    if not _large_classes(images):
+    labelled = _Labelled(images)
+    if not labelled.classes:
         return f"of {len(images):,} training images, no class has {FEWEST}, and other classes as many"
-    if _Labelled(images, ()).groups.max() < FOLDS:
+    if labelled.groups.max() < FOLDS:
         return f"the training images are of at most {FOLDS} groups"
     return ""
 
@@ -236,7 +242,7 @@ def find_shortcuts(
     images = with_thumbnails(_sample(training), seconds)
 
     # With this quantile, the chance of any false claim is at most 5 %.
-    comparisons = len(GROUPS) * len(_large_classes(images))
+    comparisons = len(GROUPS) * len(_Labelled(images).classes)
     z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / comparisons)
     open_validation = cache(open_validation)
     shortcuts = []
@@ -281,12 +287,6 @@ def _usable(images: Sequence[Image], group: Group) -> list[Image]:
     return [image for image in images if image.header.bytes and (image.scan.thumbnail or not group.of_pixels)]
 
 
-def _large_classes(images: Sequence[Image]) -> list[str]:
-    """Return the classes that are large enough to be examined, and leave as many other images."""
-    counts = Counter(image.label for image in images).most_common(MOST_CLASSES)
-    return [name for name, count in counts if FEWEST <= count <= len(images) - FEWEST]
-
-
 class _Search:
     """Search for the classes that a group of properties recognises, by a decision tree.
 
@@ -301,7 +301,7 @@ class _Search:
 
         self.group = group
         usable = _usable(images, group)
-        self.images = _Labelled(usable, _large_classes(usable))
+        self.images = _Labelled(usable)
         self.recognised = list[int]()
         """Numbers of the classes that the properties recognise, the clearest first"""
         labels = self.images.labels

@@ -41,6 +41,8 @@ from vitamp.sizes import sides
 
 REDUCED = 2.5
 """Ratio of an image's shorter side to the model's for which a note says that details are lost"""
+VALIDATION_IMAGES = 500
+"""Validation images that are searched for shortcuts with DATA.CHECK quick"""
 PIXEL_SECONDS = 0.25
 """Longest time of making thumbnails of a split with DATA.CHECK quick"""
 UNEQUAL = 5
@@ -72,7 +74,7 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
         add_headers(findings, images, data)
         findings.shortcuts = find_shortcuts(
             images,
-            lambda: look_at_headers("validation", validation, data),
+            lambda: look_at_headers("validation", validation, data, VALIDATION_IMAGES),
             PIXEL_SECONDS if data.CHECK == "quick" else float("inf"),
         )
     return findings

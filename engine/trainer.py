@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
 
 
+MIN_SECONDS = 5.0
+"""With less time measured, the bottleneck is not reported: another run of a few seconds may find another one."""
 UPDATES_AHEAD = 4
 """Updates before a validation at which its first batches begin to load"""
 
@@ -165,9 +167,12 @@ class Trainer:
         self._validate_and_save(last=True)
 
     def _bottleneck(self) -> Bottleneck | None:
-        """Find what limits the speed of training; None after too few updates. A collective call."""
+        """Find what limits the speed of training; None after too few updates or seconds. A collective call."""
         tally = self.throughput.tally
-        return find_bottleneck(tally, self._setting, all_gather([tally.waited_percent], self.world))
+        waited_percents = all_gather([tally.waited_percent], self.world)
+        if tally.seconds < MIN_SECONDS:
+            return None
+        return find_bottleneck(tally, self._setting, waited_percents)
 
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +29,25 @@ from engine.measure.throughput import (
     Throughput,
     find_bottleneck,
 )
+from engine.trainer import Trainer
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.engine.small import CPU
 from tests.program import Vitamp
+from utils.distributed.world import ALONE
 
 ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
 NAP = 0.25
+AT_ONCE = """
+from engine import trainer
+from vitamp import loss
+
+trainer.MIN_SECONDS = 0.0
+
+@loss
+def unused(logits, targets): ...
+"""
+"""Own code for a run that reports the bottleneck of a second"""
 
 
 def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
@@ -179,6 +192,13 @@ def test_no_bottleneck_after_too_few_updates() -> None:
     assert find_bottleneck(Tally(), ON_A_GPU, [0.0]) is None
 
 
+@pytest.mark.parametrize(("seconds", "is_reported"), [(0.5, False), (4.9, False), (5.1, True)])
+def test_training_reports_no_bottleneck_of_a_few_seconds(seconds: float, is_reported: bool) -> None:
+    throughput = SimpleNamespace(tally=Tally(updates=50, images=800, seconds=seconds, waited=seconds / 2))
+    trainer: Any = SimpleNamespace(throughput=throughput, world=ALONE, _setting=ON_A_GPU)
+    assert (Trainer._bottleneck(trainer) is not None) == is_reported
+
+
 def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.measure import throughput
 
@@ -223,7 +243,9 @@ def slow_source(tmp_path: Path) -> Iterator[str]:
 def test_slow_data_source_is_reported_as_input_bound(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, slow_source: str
 ) -> None:
-    data = ("-dataset", "shards", "-data_path", slow_source, "-batch_size", 4, "-num_workers", 0)
+    (tmp_path / "at_once.py").write_text(AT_ONCE)
+    at_once = ("-use", tmp_path / "at_once.py")
+    data = ("-dataset", "shards", "-data_path", slow_source, "-batch_size", 4, "-num_workers", 0, *at_once)
     words = ("DATA.IMAGE_SIZE=16", "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=3", f"DATA.CACHE={tmp_path / 'cache'}")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *data, *words, "TRAIN.NUM_EPOCHS=1", code=0)
     (sentence,) = re.findall("Where the time went: (.*)", done.out)

@@ -220,9 +220,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
     brief = brief_terminal()
     if brief and folder is not None:
         print_on_terminal(brief.banner(text.translate(CONTROL)))
-    for number, note in enumerate(notes):
-        repeats_banner = number == 0  # the first note says the same as a row of the banner
-        log.info("%s.", note, extra=DETAIL if repeats_banner else None)
+    log_lines(f"{note}." for note in notes)
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:

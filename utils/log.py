@@ -26,7 +26,9 @@ LOG = "log.txt"
 MOST_WARNINGS = 5
 """Number of warnings that the terminal shows before a training's banner; log.txt has all."""
 DETAIL = {"detail": True}
-"""`extra` of a log line that is in log.txt alone: before training begins, and always where a table has the epochs."""
+"""`extra` of a log line that is in log.txt alone, unless LOG_STYLE prints all lines."""
+TABLED = {"tabled": True}
+"""`extra` of a log line that a table of epochs takes the place of."""
 IN_FULL = {"in_full": True}
 """`extra` of a log line that is neither shortened nor left out before training begins."""
 ESCAPED = list(range(32)) + list(range(127, 160)) + list(range(0xDC80, 0xDD00))

@@ -50,23 +50,22 @@ class Brief:
     def shown(self, record: logging.LogRecord, text: str) -> str | None:
         """Return the text of a log line as standard output shows it; None if it is left out.
 
-        Before training, details are left out, and other lines if there is no room, but neither warnings nor lines in
-        full. A terminal with a table gets one line of each, and no details later either.
+        Details are always left out, and the lines that a table takes the place of. Before training, other lines are
+        shortened to one line of the terminal, and left out if there is no room; warnings and lines in full are not.
         """
-        is_detail = getattr(record, "detail", False)
-        if self.training and not (is_detail and self.has_table):
+        is_left_out = getattr(record, "detail", False) or (self.has_table and getattr(record, "tabled", False))
+        if not self.training:
+            is_kept = record.levelno >= logging.WARNING or getattr(record, "in_full", False)
+            is_full = self._has_banner and self.lines >= MOST_LINES - 1  # one line says how many are left out
+            is_left_out = is_left_out or (is_full and not is_kept)
+            if is_left_out:
+                self.left_out += text.count("\n") + 1
+            elif not is_kept:
+                text = shortened(text.partition("\n")[0])
+        if is_left_out:
+            return None
+        if record.levelno < logging.WARNING:
             self.count(text)
-            return text
-        if self.training:
-            return None
-        is_kept = record.levelno >= logging.WARNING or getattr(record, "in_full", False)
-        is_full = self._has_banner and self.lines >= MOST_LINES - 1  # one line says how many are left out
-        if is_detail or (is_full and not is_kept):
-            self.left_out += text.count("\n") + 1
-            return None
-        if not is_kept:
-            text = shortened(text.partition("\n")[0])
-        self.count(text)
         return text
 
     def coloured(self, text: str, code: str) -> str:

@@ -208,6 +208,8 @@ class Shortcut(Doubt):
     validation_top1: float | None = None
     """Percent of validation images whose class is recognised; None if none were looked at"""
     validation_interval: Interval | None = None
+    misled: list[int] = field(default_factory=list)
+    """Indices of the validation images whose class they do not recognise: only knowledge of the picture can"""
 
 
 @dataclass
@@ -231,6 +233,8 @@ class Findings:
 
     With DATA.GROUP, another sentence says that images of one group have different labels.
     """
+    namesakes: list[int] = field(default_factory=list)
+    """Indices of the validation images whose names say that they may show one thing with training images"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     related: list[int] = field(default_factory=list)
@@ -261,11 +265,13 @@ class Findings:
 
         `unnamed` is the prefix of labels of classes without names. Labels from `num_classes` on are out of range.
         """
+        series = series_of(splits, data)
         return cls(
             images={title: len(samples) for title, samples in splits.items()},
             classes=_images_by_class(splits, unnamed, num_classes),
             companions=companions_of(splits),
-            series=series_of(splits, data),
+            series=series.sentence,
+            namesakes=list(series.namesakes),
         )
 
     def add(self, kind: Kind, image: Image, description: str, problem: str = "") -> None:

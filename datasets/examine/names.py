@@ -48,8 +48,17 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
     )
 
 
-def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
-    """Return a sentence if images of one group are in several splits, as those of one patient may be; else ''.
+class Series(NamedTuple):
+    """What names and groups show of images that are in several splits."""
+
+    sentence: str = ""
+    """'' if they show nothing"""
+    namesakes: Sequence[int] = ()
+    """Indices of the validation images that may be of one group with training images, if DATA.GROUP does not say"""
+
+
+def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
+    """Return a sentence if images of one group are in several splits, as those of one patient may be.
 
     The groups are those of DATA.GROUP; then a group with different labels gets a sentence, too. Without it, images are
     a group if a table's column such as patient has one value for them, or if the part of their names that a pattern of
@@ -57,9 +66,9 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """
     if data.GROUP is not None:
         sentences = (_sentence_on_groups(splits, data.GROUP), _sentence_on_labels(splits, data.GROUP))
-        return ". ".join(filter(None, sentences))
+        return Series(". ".join(filter(None, sentences)))
     if not _have_names(splits):
-        return ""
+        return Series()
     # What may be groups: the value of DATA.GROUP for it, what is compared, and the groups of each split
     candidates = list[tuple[str, str, dict[str, list[str]]]]()
     column, group_of = group_column(data)
@@ -79,12 +88,15 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
             else:
                 effect = "names them; split by them"
             # divided.images is text, such as "3 of 10 validation images".
-            return (
+            sentence = (
                 f"{compared} of {divided.images} are also those of images in another split, such as "
                 f"{min(divided.groups)}. If such images show one thing, 'DATA.GROUP={setting}' {effect} "
                 "(docs/splits.md)"
             )
-    return ""
+            in_training = set(groups["training"])
+            validation = enumerate(groups.get("validation", []))
+            return Series(sentence, [index for index, group in validation if group and group in in_training])
+    return Series()
 
 
 def _sentence_on_groups(splits: Mapping[str, Samples], setting: str) -> str:

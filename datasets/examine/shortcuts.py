@@ -386,6 +386,8 @@ class _Search:
         guessing = 100 * float(np.bincount(validation.labels).max()) / len(validation.labels)
         gain = validation.taken(self.recognised[0], self._guesses(probabilities)).gain
         shortcut.validation_top1 = top1
+        wrong = np.flatnonzero(probabilities.argmax(1) != validation.labels)
+        shortcut.misled = [validation.images[index].index_in_split for index in wrong.tolist()]
         shortcut.in_validation = gain.low >= self.group.clear
         count = f"{len(validation.images):,}"
         if shortcut.in_validation:

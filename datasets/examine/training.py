@@ -288,8 +288,9 @@ def _line_on_shortcuts(findings: Findings, command: str) -> Iterator[str]:
         said.append(f"{name} by {shortcut.properties} ({recall:.0f} %)")
     if said:
         line = f"Recognised without the picture, of {findings.looked_at:,} training images looked at: {'; '.join(said)}"
-        if any(shortcut.in_validation and shortcut.of_file for shortcut in findings.shortcuts):
-            line += ". Validation has the same, so its accuracy cannot show what a model knows of the pictures"
+        in_both = [one.properties for one in findings.shortcuts if one.in_validation and one.of_file]
+        if in_both:
+            line += f". In validation too, by {some_of(in_both)}: a model may know the files instead of the pictures"
         yield f"{line}. `{command}` says more (docs/data.md)"
 
 

@@ -83,7 +83,7 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
         room = MOST_LINES - len(list(filter(None, lines)))
         lines += [doubt.words() for doubt in found[:room]]
         if len(found) > room:
-            lines[-1] += f" {counted(len(found) - room, 'smaller doubt')} more in the report."
+            lines[-1] += " The report has more."
     lines.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
     return lines
 

@@ -16,7 +16,7 @@ from engine.measure.meters import Best, Position, Reading, updates_left, work_un
 from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
-from utils.log import DETAIL, end_introduction, log
+from utils.log import DETAIL, TABLED, end_introduction, log
 from utils.record.history import Line, MetricsFile, plain
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.text import clock, redacted
@@ -118,7 +118,7 @@ class Reporter:
                 f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
                 f"Step[{position.step:04d}/{self.per_epoch:04d}], Lr: {reading.lr:.6e}, "
                 f"Loss: {metrics_now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
-                extra=DETAIL,
+                extra=TABLED,
             )
 
         # The terminal, metrics.jsonl, TensorBoard and trackers.
@@ -194,7 +194,7 @@ class Reporter:
         since = " since the resume" if resumed_within else ""
         metrics_after_time = means.after_time()
         line = f"----- {epoch}{means.summary(phase)}, time: {seconds:.2f}{since}{metrics_after_time}{more}{weights}"
-        log.info(line, extra=DETAIL)
+        log.info(line, extra=TABLED)
 
     def flush(self) -> None:
         """Sync metrics.jsonl and TensorBoard to the disk, so that no checkpoint is ahead of them."""

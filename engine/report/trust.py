@@ -29,8 +29,8 @@ MOST = 7
 """Most doubts that are shown; those of the smallest effect are left out."""
 FEW = 100
 """With fewer validation images than this, folds are advised."""
-CHANCE = "chance"
-"""Kind of the doubt that the interval of a metric expresses."""
+FEWEST_COMPARED = 5
+"""Top-1 on fewer images than this says nothing."""
 
 
 class Splits(NamedTuple):
@@ -107,6 +107,11 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     if result is not None:
         found += [_by_chance(result, source), _by_choice(result, source), *result.problems]
     known = [doubt for doubt in found if doubt is not None]
+    # Whatever makes it too high, it is not worth more than all that is above guessing.
+    if result is not None and result.guess is not None:
+        for doubt in known:
+            if doubt.points is not None:
+                doubt.points = min(doubt.points, max(result.value - result.guess, 0.0))
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
 
@@ -125,77 +130,97 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         look_alike = alike_in_words(data.get("alike") or [], f"{images} look like training images")
         return Doubt("relatives", look_alike, advice=shows) if look_alike else None
 
-    if result is not None and result.is_right is not None and len(related) > 0:
-        doubt = _compare_relatives(result, result.is_right)
-    else:
-        total = data["images"]["validation"] if result is None or result.images is None else result.images
-        doubt = Doubt("relatives", f"{number:,} of {total:,} validation images have relatives in training")
-        doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
-    # Training sees the originals of copies, so checkpoints that remember them look better than they are.
+    total = data["images"]["validation"] if result is None or result.images is None else result.images
+    images = "validation images" if result is None else f"{result.image}s"
+    doubt = Doubt("relatives", f"at least {number:,} of {total:,} {images} have relatives in training")
+    doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
+    if result is not None and result.is_right is not None:
+        has_relatives = _marked(related, len(result.is_right))
+        may_have = has_relatives | _marked(data.get("namesakes", []), len(result.is_right))
+        if min(has_relatives.sum(), (~may_have).sum()) >= FEWEST_COMPARED:
+            with_relatives = _top1_in_words(result, has_relatives)
+            others, doubt.points = _on_telling_images(result, ~may_have)
+            chance = ", which may be chance" if doubt.points is None else ""
+            doubt.sentence += f": top-1 {with_relatives} on them, {others} on the others{chance}"
+    # Training sees the originals of copies.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
-        doubt.sentence += "; they also favour checkpoints that remember them"
-    doubt.advice = f"{shows}; -split FILE divides the images so that no part has relatives"
+        doubt.sentence += "; of the checkpoints, they favour one that remembers them"
+    doubt.advice = f"{shows}; -split FILE divides the images, with these in one part"
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     return doubt
 
 
-def _compare_relatives(result: Result, is_right: np.ndarray) -> Doubt:
-    """Compare top-1 on the images that have relatives with top-1 on the others, which may be what to expect.
+def _marked(indices: Sequence[int], images: int) -> np.ndarray:
+    """Return whether each image is one of `indices`."""
+    marks = np.zeros(images, bool)
+    marks[[index for index in indices if index < images]] = True
+    return marks
 
-    The relatives are worth a number of points only if the difference is beyond chance.
-    """
-    has_relatives = np.zeros(len(is_right), bool)
-    has_relatives[[index for index in result.related if index < len(is_right)]] = True
-    number = np.count_nonzero(has_relatives)
-    if has_relatives.all():
-        return Doubt("relatives", f"all {number:,} {result.image}s have relatives in training")
+
+def _top1_in_words(result: Result, chosen: np.ndarray) -> str:
+    """Return top-1 on the chosen images, with its interval."""
+    percent, images = _top1(result, chosen)
+    return f"{percent:.2f} % ({wilson(percent, images).words()})"
+
+
+def _top1(result: Result, chosen: np.ndarray) -> tuple[float, float]:
+    """Return top-1 on the chosen images, and of how many independent images that is."""
+    is_right = np.asarray(result.is_right)
     group_of = np.array(result.groups) if len(result.groups) else np.arange(len(is_right))
-    percents = list[float]()
-    independent = list[float]()
-    texts = list[str]()
-    for chosen in (has_relatives, ~has_relatives):
-        percent = 100 * float(is_right[chosen].mean())
-        images = effective_images(is_right[chosen], group_of[chosen])
-        percents.append(percent)
-        independent.append(images)
-        texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
-    with_relatives, without = texts
-    sentence = (
-        f"{number:,} of {len(is_right):,} {result.image}s have relatives in training: top-1 {with_relatives} on them, "
-        f"{without} on the other {len(is_right) - number:,}"
-    )
-    lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
-    if lowest_difference <= 0:
-        return Doubt("relatives", f"{sentence}, which may be chance")
-    points = 100 * float(is_right.mean()) - percents[1]
-    return Doubt("relatives", f"{sentence}, as on new images like these", points=points)
+    return 100 * float(is_right[chosen].mean()), effective_images(is_right[chosen], group_of[chosen])
+
+
+def _on_telling_images(result: Result, telling: np.ndarray) -> tuple[str, float | None]:
+    """Return top-1 on images that show what to expect on new ones, and by how many points top-1 on all is higher.
+
+    None: that may be chance. `telling`: whether each image is such a one.
+    """
+    percent, images = _top1(result, telling)
+    percent_of_others, others = _top1(result, ~telling)
+    lowest_difference, _ = newcombe((percent_of_others, percent), (others, images))
+    points = 100 * float(np.mean(result.is_right)) - percent if lowest_difference > 0 else None
+    return _top1_in_words(result, telling), points
 
 
 def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
-    """Return the doubt that the strongest shortcut raises: properties of files that recognise validation images."""
+    """Return the doubt that the strongest shortcut raises: properties of files that recognise validation images.
+
+    Where these properties are wrong, only knowledge of the pictures helps: top-1 there shows what they may be worth.
+    """
     shortcuts = [one for one in data.get("shortcuts", []) if one["of_file"] and one["in_validation"]]
     if not shortcuts:
         return None
     strongest = max(shortcuts, key=lambda one: one["validation_top1"])
     interval = Interval(*strongest["validation_interval"])
-    points = strongest["points"]
-    if result is not None and result.guess is not None:
-        points = min(points, max(result.value - result.guess, 0.0))
-    return Doubt(
+    images = "validation images" if result is None else f"{result.image}s"
+    doubt = Doubt(
         "shortcut",
         f"without the picture, {strongest['properties']} alone recognise {strongest['validation_top1']:.1f} % of the "
-        f"validation images ({interval.words()}), so a model may know the files instead of the pictures",
-        points=points,
+        f"{images} ({interval.words()})",
+        points=strongest["points"],
         advice=strongest["advice"],
         images=strongest["images"],
     )
+    if result is not None and result.is_right is not None:
+        is_misled = _marked(strongest["misled"], len(result.is_right))
+        if min(is_misled.sum(), (~is_misled).sum()) >= FEWEST_COMPARED:
+            top1_there, doubt.points = _on_telling_images(result, is_misled)
+            verdict = "near that of the others" if doubt.points is None else "below that of the others"
+            doubt.sentence += f"; where they are wrong, on {is_misled.sum():,}, top-1 is {top1_there}, {verdict}"
+    return doubt
 
 
 def _by_names(data: Mapping[str, Any]) -> Doubt | None:
     """Return the doubt that names of images raise: they may show one thing in several splits."""
     series = data.get("series", "")
-    is_known = series.startswith("DATA.GROUP")  # these images are relatives
-    return None if is_known or not series else Doubt("names", f"{series[0].lower()}{series[1:]}")
+    namesakes = len(data.get("namesakes", []))
+    if not series or series.startswith("DATA.GROUP"):  # then such images are relatives
+        return None
+    sentence, _, advice = series.partition(". If such images show one thing, ")
+    doubt = Doubt("names", f"{sentence[0].lower()}{sentence[1:]}", advice=f"If such images show one thing, {advice}")
+    if namesakes:
+        doubt.points = 100 * namesakes / data["images"]["validation"]
+    return doubt
 
 
 def _by_classes(data: Mapping[str, Any]) -> Doubt | None:
@@ -217,11 +242,12 @@ def _by_chance(result: Result, source: Source) -> Doubt | None:
     advice = "More of them narrow it"
     if result.images < FEW and result.image == "validation image":
         advice = _advice_of_folds(source) or advice
-    sentence = f"chance, on {counted(result.images, result.image)}"
+    too_low = result.interval.high - result.value
+    sentence = f"chance, on {counted(result.images, result.image)}; it may as well be {too_low:.1f} points too low"
     groups = len(set(result.groups))
     if 0 < groups < result.images:
-        sentence += f" in {counted(groups, 'group')}, which the interval allows for (DATA.GROUP)"
-    return Doubt(CHANCE, sentence, points=result.value - result.interval.low, advice=advice)
+        sentence += f". The interval allows for their {counted(groups, 'group')} (DATA.GROUP)"
+    return Doubt("chance", sentence, points=result.value - result.interval.low, advice=advice)
 
 
 def _advice_of_folds(source: Source) -> str:
@@ -234,11 +260,11 @@ def _advice_of_folds(source: Source) -> str:
 
 def _by_choice(result: Result, source: Source) -> Doubt | None:
     """Return the doubt that the best of several validations raises, which flatters on the images that chose it."""
-    if result.validations < 2:
+    if result.validations < 2 or result.last == result.value:
         return None
     doubt = Doubt("choice", f"it is the best of {result.validations} validations on these images")
     if result.last is not None and result.metric.percent:
-        doubt.points = abs(result.value - result.last) or None
+        doubt.points = abs(result.value - result.last)
         doubt.sentence += f"; the last had {result.metric.number(result.last)}"
     doubt.advice = "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
     if source.splits.test and source.run is not None:

@@ -57,7 +57,7 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     run: Path, vitamp: Vitamp, tmp_path: Path
 ) -> None:
     test = "-part test`."
-    flatters = "it is the best of 6 validations on these images; the last had "
+    flatters = "it is the best of 6 validations on these images"
     end = (run.parent / "said.txt").read_text()
     assert SWAPPED in end
     assert f"scripts/evaluate.py {run} {test}" in vitamp(run, script="scripts/evaluate.py", code=0).out
@@ -69,7 +69,7 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
         assert json.loads((tmp_path / "e.json").read_text())["best_of_validations"] == number
         assert ("points below that here, more than chance explains" in said) == (part == "test")
     grouped = vitamp(run, "-part", "test", "DATA.GROUP=^[a-z]+", script=evaluate, code=0).out
-    assert "chance, on 36 test images in 3 groups, which the interval allows for (DATA.GROUP)" in grouped
+    assert "The interval allows for their 3 groups (DATA.GROUP)" in grouped
     assert "points below that here" not in grouped, "three groups are few"
     copy = run.parent / "flowers" / "test" / "sky" / "copy.png"
     shutil.copy(next((run.parent / "flowers" / "train" / "sky").iterdir()), copy)
@@ -115,45 +115,71 @@ def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
     assert advice not in (place / "one-folds/one-fold1/log.txt").read_text()
 
 
-def relatives(is_right: np.ndarray, related: Sequence[int], groups: Sequence[str] = ()) -> Doubt | None:
-    """The doubt that these relatives raise about top-1."""
+def relatives(
+    is_right: np.ndarray, related: Sequence[int], groups: Sequence[str] = (), namesakes: Sequence[int] = ()
+) -> str:
+    """What is said of these relatives; '' if nothing is."""
     result = Result(TOP1, 100 * float(is_right.mean()), images=len(is_right), is_right=is_right)
     result.related = related
     result.groups = groups
-    found = [doubt for doubt in doubts({}, result) if doubt.kind == "relatives"]
-    return found[0] if found else None
+    found = [doubt for doubt in doubts({"namesakes": namesakes}, result) if doubt.kind == "relatives"]
+    return found[0].words(advice=False) if found else ""
 
 
 def test_images_with_relatives_in_training_are_measured_apart() -> None:
-    """What they are worth is said only where it is beyond chance; groups widen the intervals."""
+    """What they are worth is measured if there are enough of both kinds; groups widen the intervals."""
     is_right = np.array([True] * 60 + [True, False] * 40)
-    doubt = relatives(is_right, range(60))
-    assert doubt is not None
-    assert doubt.words(advice=False) == (
-        "Up to 21.4 points too high: 60 of 140 validation images have relatives in training: top-1 100.00 % (93.98 to "
-        "100.00 %) on them, 50.00 % (39.30 to 60.70 %) on the other 80, as on new images like these."
+    start = "at least 60 of 140 validation images have relatives in training"
+    measured = f"{start}: top-1 100.00 % (93.98 to 100.00 %) on them, "
+    others = "50.00 % (39.30 to 60.70 %) on the others"
+    assert relatives(is_right, range(60)) == f"Up to 21.4 points too high: {measured}{others}."
+    assert others not in relatives(is_right, range(60), [f"{number // 30}" for number in range(140)])
+    assert relatives(is_right, range(0, 140, 2)).endswith("on the others.")
+    assert relatives(np.ones(140, bool), range(60)).endswith("on the others, which may be chance.")
+    # Few relatives, or no image that surely is none: the fraction of the relatives is a bound.
+    assert relatives(is_right, [0]).startswith("Up to 0.7 points too high: at least 1 of 140 ")
+    assert ":" not in relatives(is_right, range(140)).partition("high: ")[2]
+    assert relatives(is_right, range(60), namesakes=range(140)) == f"Up to 42.9 points too high: {start}."
+    assert relatives(is_right, []) == ""
+
+
+def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
+    series = (
+        "Without their last number, the names of 40 of 80 validation images are also those of images in another split"
     )
-    few = relatives(is_right, [0, 1])
-    assert few is not None
-    assert few.points is None
-    assert few.sentence.endswith("on the other 138, which may be chance")
-    grouped = relatives(is_right, range(60), [f"{number // 30}" for number in range(140)])
-    assert grouped is not None
-    assert "(39.30 to 60.70 %)" not in grouped.sentence
-    assert relatives(is_right, []) is None
-    every = relatives(is_right, range(140))
-    assert every is not None
-    assert every.sentence.startswith("all 140 validation images have relatives in training")
+    data = {"series": f"{series}, such as a_. If such images show one thing, 'DATA.GROUP=name' keeps them on one side"}
+    data |= {"namesakes": list(range(40)), "images": {"validation": 80}}
+    (doubt,) = doubts(data, Result(TOP1, 95.0, guess=60.0))
+    assert doubt.points == 35
+    assert doubt.advice == "If such images show one thing, 'DATA.GROUP=name' keeps them on one side"
+    assert doubts({"series": "DATA.GROUP name: 3 groups in more than one split"}) == []
 
 
 def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() -> None:
     shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True, "points": 45.0}
-    shortcut |= {"validation_top1": 90.0, "validation_interval": [85.0, 94.0], "advice": "Crop", "images": ["a.png"]}
+    shortcut |= {
+        "misled": [],
+        "validation_top1": 90.0,
+        "validation_interval": [85.0, 94.0],
+        "advice": "Crop",
+        "images": ["a.png"],
+    }
     (doubt,) = doubts({"shortcuts": [shortcut]}, Result(TOP1, 80.0, guess=55.0))
     assert doubt.words() == (
         "Up to 25.0 points too high: without the picture, size and shape alone recognise 90.0 % of the validation "
-        "images (85.00 to 94.00 %), so a model may know the files instead of the pictures. Crop."
+        "images (85.00 to 94.00 %). Crop."
     )
+    # Where size and shape are wrong, a model that knows them alone is wrong, too.
+    misled = list(range(10))
+    knows_files = np.arange(100) >= 10
+    for is_right, effect, verdict in (
+        (knows_files, "Up to 90.0 points too high", "top-1 is 0.00 % (0.00 to 27.75 %), below that of the others"),
+        (np.ones(100, bool), "Perhaps too high", "top-1 is 100.00 % (72.25 to 100.00 %), near that of the others"),
+    ):
+        result = Result(TOP1, 100 * float(is_right.mean()), is_right=is_right)
+        (doubt,) = doubts({"shortcuts": [shortcut | {"misled": misled}]}, result)
+        assert doubt.effect == effect
+        assert doubt.sentence.endswith(f"; where they are wrong, on 10, {verdict}")
     (before,) = doubts({"shortcuts": [shortcut]})
     assert (before.points, before.images) == (45.0, ["a.png"])
     for change in ({"of_file": False}, {"in_validation": False}):
@@ -169,7 +195,7 @@ def test_doubts_of_the_largest_effect_come_first_and_unmeasured_ones_last() -> N
     assert len(found) == MOST
     result.problems = []
     assert [doubt.words(advice=False) for doubt in doubts(data, result)] == [
-        "Up to 10.0 points too high: chance, on 3 validation images.",
+        "Up to 10.0 points too high: chance, on 3 validation images; it may as well be 5.0 points too low.",
         "Up to 4.0 points too high: it is the best of 4 validations on these images; the last had 86.00 %.",
         "Perhaps too high: 1 class of 2 has no validation image: b.",
     ]
@@ -250,5 +276,5 @@ def test_the_end_of_a_run_has_no_more_sentences_than_one_reads(tmp_path: Path) -
     assert context.startswith("Top-1 4.50 % on 440 images")
     assert len(found) == MOST_LINES - 1
     assert all("Are their folders swapped?" in line for line in found)
-    assert found[-1].endswith("4 smaller doubts more in the report.")
+    assert found[-1].endswith("Are their folders swapped? The report has more.")
     assert commands.startswith("Next")

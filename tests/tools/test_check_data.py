@@ -587,7 +587,7 @@ def test_training_says_unasked_that_copies_are_edited(
     assert "one thing or place. `" in trained.text
     ended = "1 of 21 validation images look like training images"
     assert ended in trained.text.partition("Top-1")[2]
-    assert re.search(r"1 of 21 validation images have relatives .* on the other 20", trained.text)
+    assert "at least 1 of 21 validation images have relatives in training" in trained.text
     (step,) = (run / "checkpoints").glob("step-*3")
     resumed = vitamp("-resume", step, "-epochs", 2, "-output", tmp_path / "longer")
     assert ended in resumed.text, "though no features were computed"
@@ -599,9 +599,9 @@ def test_training_says_unasked_that_copies_are_edited(
     shutil.copy(root / "train/bee/4.png", tmp_path / "other/bee/same.png")
     elsewhere = (run, "-data_path", tmp_path / "other", "-part", "all")
     evaluated = vitamp(*elsewhere, script="scripts/evaluate.py")
-    assert re.search(r"2 of 22 images have relatives .* on the other 20", evaluated.text)
+    assert "at least 2 of 22 images have relatives in training" in evaluated.text
     unsearched = vitamp(*elsewhere, "DATA.CHECK=off", script="scripts/evaluate.py")
-    assert re.search(r"1 of 22 images have relatives .* on the other 21", unsearched.text)
+    assert "at least 1 of 22 images have relatives in training" in unsearched.text
     probed = vitamp(*words[:-2], "-probe", script="scripts/evaluate.py")
     assert "1 of 21 images of the validation split look like training images, as edited" in probed.text
     vitamp(run, script="scripts/report.py")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -152,6 +153,7 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
     from datasets.examine.findings import UNLIKE
+    from engine.report.trust import doubts
     from tools.check_data.findings import find_problems
     from tools.check_data.report import as_json
     from tools.check_data.scan import scan_split
@@ -171,6 +173,8 @@ def _check(config: Config, asked: Asked, world: World) -> int:
 
     # The result in words
     result = "No defects." if findings.clean else "There are defects."
+    if findings.clean and doubts(asdict(findings)):
+        result = "No defects, but reasons to doubt an accuracy: see above."
     if asked.alike is not None:
         from tools.check_data.alike import write_alike
 

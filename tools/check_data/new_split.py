@@ -27,6 +27,8 @@ from vitamp.files import write_atomically
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}
 """Parts in the order of -parts: as the table calls them, and as messages do"""
+NEARLY_RANDOM = 0.75
+"""More groups than this fraction of the images make a split nearly random"""
 
 
 def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[float], table: Path) -> None:
@@ -75,6 +77,11 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
         "%s: %s images. %s, in %s, of which the largest has %s, stay in one part.",
         *(table, sizes_in_words, joined_by, counted(len(counts), "group"), counted(largest_group, "image")),
     )
+    if len(counts) > NEARLY_RANDOM * len(readable):
+        log.warning(
+            "Nearly each image is a group of its own, so this split is nearly random. If several images show one "
+            "thing, name the groups (DATA.GROUP, docs/splits.md)."
+        )
     unreadable = len(scans) - len(readable)
     if unreadable:
         log.warning("%s cannot be read, and are not in the table.", counted(unreadable, "image"))

@@ -53,7 +53,9 @@ def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     all_images = sum(findings.images.values())
     if small_images > all_images / 2:
         del by_kind[SMALL]
-        summary.append(f"note: {small_images:,} of {all_images:,} images are {SMALL.heading}, which adds no detail")
+        summary.append(
+            f"note: {small_images:,} of {all_images:,} images are {SMALL.heading}, which adds no detail (-image_size)"
+        )
 
     summary += [f"{kind.title}: {_count_in_words(of_kind)}" for kind, of_kind in by_kind.items()]
     if findings.modes:

@@ -1,11 +1,13 @@
 """Collects for evaluate.py and the report what the doubts about an evaluation depend on."""
 
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from datasets import ImageDataset
+from datasets.examine.training import examine
 from datasets.examine.trust import Doubt
 from engine.evaluation.alike import count_alike
 from engine.evaluation.data import OF_RUN, copies_in_training, found_in_own_data, validations_of, whose_data
@@ -76,9 +78,22 @@ def _add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labe
     else:
         found, counts_alike = related_to_training(trained, dataset, labels)
         related |= found
-        about_data = {"alike": counts_alike}
+        about_data = _examined(trained, dataset) | {"alike": counts_alike}
     result.related = sorted(related)
     return about_data
+
+
+def _examined(trained: Trained, dataset: ImageDataset) -> dict[str, Any]:
+    """Compare evaluated images with the training images as the start of a run does with validation, by files and names.
+
+    Returns what data.json would have; empty if the training images are gone or have no files, or with DATA.CHECK off.
+    """
+    evaluated = dataset.single_images()
+    with suppress(UserError), unheard():
+        training = split_of_run(trained, "train").single_images()
+        if training and evaluated and not evaluated.remote and dataset.data.CHECK != "off":
+            return asdict(examine(training, evaluated, dataset.data))
+    return {}
 
 
 def related_to_training(trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> tuple[set[int], list[int]]:

@@ -178,7 +178,7 @@ def _on_telling_images(result: Result, telling: np.ndarray) -> tuple[str, float 
     percent, images = _top1(result, telling)
     percent_of_others, others = _top1(result, ~telling)
     lowest_difference, _ = newcombe((percent_of_others, percent), (others, images))
-    points = 100 * float(np.mean(result.is_right)) - percent if lowest_difference > 0 else None
+    points = 100 * float(np.asarray(result.is_right).mean()) - percent if lowest_difference > 0 else None
     return _top1_in_words(result, telling), points
 
 

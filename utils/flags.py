@@ -177,7 +177,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Model": (
         Flag("model", "name of a timm model (-list_models prints all)", "NAME", ("MODEL.NAME",)),
         Flag("num_classes", "number of classes; auto: as many as the data set has", "N|auto", ("MODEL.NUM_CLASSES",)),
-        Flag("pretrained", "weights to start from: a file, a run or a timm model", "FROM", ("MODEL.PRETRAINED",)),
+        Flag(
+            "pretrained",
+            "weights to start from: a file, a run, or the name of a timm model, for its weights",
+            "FROM",
+            ("MODEL.PRETRAINED",),
+        ),
         Flag(
             "mae_pretrain",
             "learn without labels: hide most patches and predict their pixels (docs/pretraining.md)",

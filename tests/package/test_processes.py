@@ -228,9 +228,10 @@ def test_serve_answers_every_line(say: Vitamp, digits_run: Path, photos: Path, t
         capture_output=True,
         check=True,
     )
-    first, *wrong, each, last = map(json.loads, process.stdout.splitlines())
+    first, second, *wrong, each, last = map(json.loads, process.stdout.splitlines())
     assert first == {"error": "{}: is no list of names of images."}
-    assert [[*one] for one in wrong] == [["error"]] * (1 + len(NONSENSE))
+    assert second == {"error": "no json: is no list of names of images."}
+    assert [[*one] for one in wrong] == [["error"]] * len(NONSENSE)
     assert [row["image"] for row in each if "error" in row] == odd
     assert len(last) == 4
 

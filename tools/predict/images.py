@@ -353,15 +353,18 @@ def serve(requests: BinaryIO, stream: TextIO, trained: Trained, choose: ClassCho
 
     for request in requests:
         line = os.fsdecode(request)
+        no_list = f"{one_line(line.strip()[:MOST_QUOTED])}: is no list of names of images."
         try:
             words = json.loads(line)
             if not isinstance(words, list) or not all(isinstance(word, str) and word != "-" for word in words):
-                raise UserError(f"{one_line(line.strip()[:MOST_QUOTED])}: is no list of names of images.")
+                raise UserError(no_list)
             paths = find_images(words, data)
             dataset = open_given(paths, data)
             names = [path.partition(OF_SEVERAL)[0] for path in paths]
             rows = predict_images(trained, dataset, names, predict, asked, progress=False, failed=[])
             answer = f"[{', '.join(_json(row) for row in rows)}]"
+        except json.JSONDecodeError:
+            answer = json.dumps({"error": no_list})
         except (UserError, TrainingError, ValueError, RecursionError) as error:
             answer = json.dumps({"error": str(error)})
         except Exception as error:

@@ -66,6 +66,7 @@ def run_program(
     """`code`: it must end with this exit code, and without a traceback."""
     argv, path = [str(arg) for arg in args], str(ROOT / script)
     if slow_start:
+        argv = with_all_lines(path, argv)
         done = subprocess.run(
             [sys.executable, path, *argv],
             cwd=cwd,
@@ -79,6 +80,14 @@ def run_program(
     else:
         result = Started(path, argv, cwd, env or {}, streams).end(timeout)
     return result if code is None else result.expect(code)
+
+
+def with_all_lines(path: str, argv: list[str]) -> list[str]:
+    """Let a training print all lines, also those that are in log.txt alone, unless the words choose a LOG_STYLE."""
+    prints_only = ("-h", "-help", "-version", "-print_config", "-print_amp", "-list_models", "-eval")
+    if not Path(path).name.startswith("main_") or any("LOG_STYLE" in word or word in prints_only for word in argv):
+        return argv
+    return [*argv, "LOG_STYLE=paddlevit"]
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -117,9 +126,9 @@ class Started:
     """A process from the server, in the background."""
 
     def __init__(self, path: str, argv: list[str], cwd: Path, env: dict[str, str], streams: Path) -> None:
-        self._argv, self._out, self._err = argv, streams / "stdout", streams / "stderr"
+        self._argv, self._out, self._err = with_all_lines(path, argv), streams / "stdout", streams / "stderr"
         files = (str(self._out), str(self._err))
-        self._process = start_process(path, argv, str(cwd), env, files)
+        self._process = start_process(path, self._argv, str(cwd), env, files)
 
     @property
     def pid(self) -> int:
@@ -164,9 +173,7 @@ TRAIN: {NUM_EPOCHS: 2, WARMUP_EPOCHS: 1, BASE_LR: 2e-3, WEIGHT_DECAY: 0.05, GRAD
 REPORT_FREQ: 10
 THREADS: 1
 DEVICE: cpu
-LOG_STYLE: paddlevit
 """
-"""LOG_STYLE paddlevit prints all lines, also those that are otherwise in log.txt alone."""
 
 
 def train_tiny(place: Path, *words: object) -> Path:

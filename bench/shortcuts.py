@@ -11,6 +11,7 @@ random, and so are classes of the photographs; whatever is said of them is a fal
 import argparse
 import itertools
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,6 +45,15 @@ CLASSES = (2, 5, 10)
 IMAGES = 400
 """Images of a set whose labels are drawn at random"""
 FULL = DataConfig(CHECK="full")
+
+IMPORT = """
+import time
+import torch
+begin = time.process_time()
+import scipy.stats, sklearn.feature_extraction, sklearn.tree
+print(time.process_time() - begin)
+"""
+"""Prints the seconds of CPU time that scikit-learn takes to import, once in a training"""
 
 Write = Callable[[Image.Image, Path, bool, int], None]
 """Writes a photograph of a name, with a shortcut or without, at a JPEG quality"""
@@ -263,12 +273,7 @@ def measure_made(photographs: Sequence[Path], results: dict[str, Any], keep: Kee
 
 def measure_real(folders: dict[str, Path], results: dict[str, Any], keep: Keep) -> None:
     """Search real sets as at the start of a training, and whole. What was seen of them by eye stays in the results."""
-    begin = time.process_time()
-    import scipy.stats  # noqa: F401
-    import sklearn.feature_extraction
-    import sklearn.tree  # noqa: F401
-
-    keep("import_seconds", round(time.process_time() - begin, 1))
+    keep("import_seconds", round(float(subprocess.check_output([sys.executable, "-c", IMPORT])), 1))
     known = results.get("real", {})
     rows = {}
     for name, folder in folders.items():

@@ -188,7 +188,7 @@ def test_training_warns_in_one_line(tmp_path: Path, vitamp: Vitamp) -> None:
     assert "Without the picture, size and shape alone recognise 100.0 % of these images" in done.out
     start = "Recognised without the picture, of 160 training images looked at: marked by size and shape (100 %)"
     assert start in line
-    assert "Validation has the same, so its accuracy cannot show what a model knows of the pictures. `" in line
+    assert ": a model may know the files instead of the pictures. `" in line
     (first, *_) = json.loads((tmp_path / "run/data.json").read_text())["shortcuts"]
     assert first["properties"] == "size and shape"
     assert first["validation_interval"][0] < first["validation_top1"] <= first["validation_interval"][1]

@@ -109,7 +109,7 @@ def main() -> None:
             words = [*recipe, *data, *groups, "-num_classes", "2", "-split", table]
             subprocess.run([sys.executable, "scripts/check_data.py", *words], check=False)
             data = ["-dataset", f"csv:{table}", *root]
-        run = folder / title
+        run = folder / f"run of {title}"
         words = [*recipe, *data, "-epochs", "1", "-output", str(run)]
         subprocess.run([sys.executable, "main_single_gpu.py", *words], check=True)
         parts = PARTS[1:2] if title == "radiographs" else PARTS[1:]

@@ -185,7 +185,7 @@ def test_training_warns_in_one_line(tmp_path: Path, vitamp: Vitamp) -> None:
     done = trained_with(of_size, tmp_path, vitamp)
     (line,) = [line for line in done.err.splitlines() if "Recognised without the picture" in line]
     assert "Recognised without the picture" not in done.out
-    assert "Without the picture, size and shape alone recognise 100.0 % of these images" in done.out
+    assert "without the picture, size and shape alone recognise 100.0 % of the validation images" in done.out
     start = "Recognised without the picture, of 160 training images looked at: marked by size and shape (100 %)"
     assert start in line
     assert ": a model may know the files instead of the pictures. `" in line

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 
 path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.evaluation.linear import FOLDS, fit
-from tools.check_labels.noise import WRONG, find_wrong, nearest
+from tools.check_labels.wrong_labels import WRONG, find_wrong, nearest
 
 Table = tuple[np.ndarray, np.ndarray]
 """Features, and right labels"""

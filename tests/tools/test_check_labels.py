@@ -25,7 +25,7 @@ from tests.label_sets import named, write_recipe, write_set
 from tests.program import Result, metrics
 from tests.tools.browser import View, views_of
 from tools.check_labels import command, prove, search
-from tools.check_labels.noise import Verdict, find_wrong, nearest
+from tools.check_labels.wrong_labels import Verdict, find_wrong, nearest
 from tools.common.per_image import per_image, values_of_images
 from tools.common.report_page.page import write_report
 from tools.common.turns import Budget

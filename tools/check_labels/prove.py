@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from engine.machine.device import describe_device, pick_device
-from tools.check_labels.noise import WRONG
 from tools.check_labels.search import (
     Images,
     Method,
@@ -23,6 +22,7 @@ from tools.check_labels.search import (
     open_images,
     table_of_suspects,
 )
+from tools.check_labels.wrong_labels import WRONG
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
 from tools.common.per_image import per_image, values_of_images

@@ -26,7 +26,7 @@ from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.near import near_pairs
 from tools.check_data.scan import scan_split, thumbnails_of
-from tools.check_labels.noise import CHANGED, LEARNT, WRONG, Calibration, Verdict, find_wrong, nearest
+from tools.check_labels.wrong_labels import CHANGED, LEARNT, WRONG, Calibration, Verdict, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget

@@ -100,7 +100,9 @@ def _best_result(trainer: Trainer, history: History, value: float, best_guesses:
     weights, _ = set_of(best.kind)
     labels = ready.val_set.sample_labels()
     groups = ready.val_set.groups()
-    result = Result(metric, value, images=len(labels), guess=trainer.guess, groups=groups)
+    result = Result(metric, value, images=len(labels), groups=groups)
+    if metric is TOP1:
+        result.guess = trainer.guess
     result.validations = len(history.of("val"))
     result.last = history.last(metric).get(weights)
     result.related = read_data(trainer.folder).get("related", [])

@@ -85,7 +85,8 @@ def run_program(
 def with_all_lines(path: str, argv: list[str]) -> list[str]:
     """Let a training print all lines, also those that are in log.txt alone, unless the words choose a LOG_STYLE."""
     prints_only = ("-h", "-help", "-version", "-print_config", "-print_amp", "-list_models", "-eval")
-    if not Path(path).name.startswith("main_") or any("LOG_STYLE" in word or word in prints_only for word in argv):
+    is_training = bool(argv) and Path(path).name.startswith(("main_", "pretended_gpu"))
+    if not is_training or any("LOG_STYLE" in word or word in prints_only for word in argv):
         return argv
     return [*argv, "LOG_STYLE=paddlevit"]
 

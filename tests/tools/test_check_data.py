@@ -316,7 +316,7 @@ def test_clean_data_has_no_defects_and_classes_without_images_are_found(check: C
 
 def test_images_that_are_mostly_small_are_one_line(check: Check, tree: Path) -> None:
     done, found = check(tree, "DATA.IMAGE_SIZE=224")
-    line = "note: 30 of 30 images are smaller than IMAGE_SIZE; enlarged when read, which adds no detail"
+    line = "note: 30 of 30 images are smaller than IMAGE_SIZE; enlarged when read, which adds no detail (-image_size)"
     assert [each for each in done.out.splitlines() if "IMAGE_SIZE" in each] == [line]
     assert "jpg" not in done.out
     assert len(found["notes"]["smaller_than_image_size"]) == 30
@@ -585,9 +585,8 @@ def test_training_says_unasked_that_copies_are_edited(
     trained = vitamp(*words, "-epochs", 1, "TRAIN.WARMUP_EPOCHS=0", "-batch_size", 20)
     assert "look like training images, as edited copies do" in trained.text
     assert "one thing or place. `" in trained.text
-    ended = "1 of 21 validation images look like training images"
+    ended = "at least 1 of 21 validation images have relatives in training"
     assert ended in trained.text.partition("Top-1")[2]
-    assert "at least 1 of 21 validation images have relatives in training" in trained.text
     (step,) = (run / "checkpoints").glob("step-*3")
     resumed = vitamp("-resume", step, "-epochs", 2, "-output", tmp_path / "longer")
     assert ended in resumed.text, "though no features were computed"
@@ -661,11 +660,11 @@ def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, s
     said, _ = check(table, dataset="csv")
     where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
     named = (
-        rf"In the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
+        rf"in the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
     )
     assert re.search(rf"{named} If .*, 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
     grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
-    assert "In the column" not in grouped.text
+    assert "in the column" not in grouped.text.lower()
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -992,7 +991,7 @@ def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree:
     ]
     assert "3 training images: duplicates" in advice
     assert "count twice" not in advice, "none is in validation"
-    assert "         15         2  ant" in table
+    assert "          15          2  ant" in table
     assert kinds[0].splitlines()[1] == "    train/ant/z0.jpg: the same bytes as train/ant/0.jpg"
     assert len(kinds[1].splitlines()) == 1 + 4, "four pairs"
     assert len(found["defects"]["conflicting_labels"]) == 8

@@ -127,7 +127,7 @@ def test_gain_over_the_probe_is_judged_by_the_metric_that_chose_the_best(images:
     than = "the linear probe that training began with"
     assert said.startswith(f"{AT_LAST} by balanced accuracy, 62.50 % against 50.00 % of {than}")
     assert "(+12.50 points, 95 % interval " in said
-    assert ("may be chance; top-1 70.00 % against 80.00 %. The probe alone" in said) is (images == 20)
+    assert ("may be chance; top-1 70.00 % against 80.00 %. More images" in said) is (images == 20)
     assert said.endswith("which is beyond chance; top-1 70.00 % against 80.00 %.") is (images == 400)
     said = f"by loss, 0.5000 against 0.7000 of {than}; top-1 70.00 % against 80.00 %."
     assert beside_probe(LOSS, history, labels, probe, guesses) == f"{AT_LAST} {said}"

@@ -137,7 +137,7 @@ def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
     assert "The 10 images are 2 groups (DATA.GROUP)" in done.text
     assert torn in vitamp(*place, script="scripts/check_data.py").err
     every = vitamp(tmp_path / "run", "-part", "all", script="scripts/evaluate.py", code=0).text
-    assert "The 48 images are 6 groups (DATA.GROUP)" in every
+    assert "The interval allows for their 6 groups (DATA.GROUP)" in every
     assert "have relatives in training" not in every, "all of them are of training"
     validated = vitamp(tmp_path / "run", script="scripts/evaluate.py", code=0).text
     known = r"2 of these images have relatives in training .*: top-1 \S+ % \(.*\) on them, \S+ % \(.*\) on the other 8"
@@ -308,7 +308,7 @@ def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
     place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", f"DATA.EXCLUDE={left_out}")
     small = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1")
     split = ("DATA.GROUP=patient[0-9]", "DATA.VAL_FRACTION=0.3")
-    said = "The 16 images are 2 groups (DATA.GROUP), which the intervals allow for."
+    said = "The interval allows for their 2 groups (DATA.GROUP)."
     trained = vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
     interval = re.search(r"95 % interval ([\d.]+) to ([\d.]+) %", trained)
     assert interval

@@ -5,10 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 
-from datasets import ImageDataset
+from datasets import ImageDataset, open_dataset
 from datasets.examine.training import examine
 from datasets.examine.trust import Doubt
+from datasets.labels import ANY_LABEL
 from engine.evaluation.alike import count_alike
 from engine.evaluation.data import OF_RUN, copies_in_training, found_in_own_data, validations_of, whose_data
 from engine.evaluation.features import features_of
@@ -89,8 +91,12 @@ def _examined(trained: Trained, dataset: ImageDataset) -> dict[str, Any]:
     Returns what data.json would have; empty if the training images are gone or have no files, or with DATA.CHECK off.
     """
     evaluated = dataset.single_images()
+    if "DATA.DATASET" not in settings_of(trained.chosen):  # the training data is unknown
+        return {}
     with suppress(UserError), unheard():
-        training = split_of_run(trained, "train").single_images()
+        data = config_of_weights(trained.chosen).DATA.changed(DOWNLOAD=False)
+        for_training = True
+        training = open_dataset(data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu")).single_images()
         if training and evaluated and not evaluated.remote and dataset.data.CHECK != "off":
             return asdict(examine(training, evaluated, dataset.data))
     return {}

@@ -323,12 +323,14 @@ def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
                 assert at[1] - at[0] > 60 > np.diff(wilson(one["acc1"], 16)), "two groups know little"
             low, high = one["intervals"]["acc1"]
             assert flags or (low, high) == pytest.approx([float(interval[1]), float(interval[2])], abs=0.01)
-    for flags, times in (((), 2), (("-no_predictions",), 0)):
-        vitamp(run, *flags, "-out", tmp_path / f"{times}.html", script="scripts/report.py", code=0)
-        page = (tmp_path / f"{times}.html").read_text()
-        assert page.count(said) == times
-        assert (f"{interval[1]} to {interval[2]} %" in page) == ("95 % interval" in page) == bool(times), "else unknown"
-        assert len(re.findall(r'<span class="soft">[0-4] to (?:9[6-9]|100)</span>', page)) == times, "of each class"
+    for flags in ((), ("-no_predictions", "-overwrite")):
+        vitamp(run, *flags, "-out", tmp_path / "page.html", script="scripts/report.py", code=0)
+        page = (tmp_path / "page.html").read_text()
+        assert page.count("The interval allows for their 2 groups (DATA.GROUP)") == 1
+        assert re.search(rf"{interval[1]} to {interval[2]}\s%", page)
+        assert len(re.findall(r'<span class="soft">[0-4] to (?:9[6-9]|100)</span>', page)) == (0 if flags else 2), (
+            "of each class"
+        )
 
     update = History.of_run(run).of("val")[-1]["update"]
     of_images, table = per_image(run, TOP1, PLAIN), read_predictions(run, update)

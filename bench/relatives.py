@@ -21,11 +21,13 @@ from PIL import Image, ImageEnhance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.alike import as_jpeg, cropped
+from engine.report.trust import Result
 from engine.trained.model import batches_of, load_trained, name_of, split_of_run
-from tools.common.trust import related_to_training
+from tools.common.trust import add_relatives
 from utils.record.run_folder import alike_in_words, read_data
 from utils.statistics.groups import effective_images
 from utils.statistics.proportions import wilson
+from vitamp.metrics import TOP1
 
 EDITS: dict[str, Any] = {
     "crop": lambda image: cropped(image, 0.1),
@@ -74,8 +76,10 @@ def measured(run: Path, part: str) -> dict[str, Any]:
     is_right = torch.cat([logits.argmax(1) for logits, _, _ in batches_of(trained, dataset)]).numpy() == labels
     names = [name_of(dataset, index) for index in range(len(dataset))]
     training = split_of_run(trained, "train")
-    related, counts_alike = related_to_training(trained, dataset, labels)
-    sentence = alike_in_words(counts_alike, "images look like training images")
+    result = Result(TOP1, 0.0)
+    findings = add_relatives(result, trained, dataset, labels)
+    related = set(result.related)
+    sentence = alike_in_words(findings.get("alike") or [], "images look like training images")
     if part == "val":  # as the run has found them
         related, sentence = set(data["related"]), " ".join([*data["warnings"], data["series"]])
     said = np.isin(np.arange(len(labels)), list(related))

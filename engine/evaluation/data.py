@@ -323,17 +323,22 @@ def copies_in_training(saved: Chosen, samples: Samples | None) -> Copies | None:
 
     `samples`: the images; None if they are in memory.
     """
-    train = None
-    with unheard(), suppress(UserError):  # the training data may be gone, or on another machine
-        train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
-        # Without DATA.DATASET, the data is unknown.
-        if "://" not in str(train_data.DATA_PATH) and "DATA.DATASET" in settings_of(saved):
-            train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
-    if not (train and samples) or samples.remote:
+    train = training_images_of(saved)
+    if train is None or samples is None or samples.remote:
         return None
     if "pixels" in (train.stored, samples.stored):  # then there are no bytes of a file to compare
         return None
     return find_copies(train, samples, QUICK_SECONDS)
+
+
+def training_images_of(saved: Chosen) -> Samples | None:
+    """Return the images that a model was trained on; None if they are unknown, gone, in memory or elsewhere."""
+    with unheard(), suppress(UserError):
+        data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
+        # Without DATA.DATASET, the data is unknown.
+        if "://" not in str(data.DATA_PATH) and "DATA.DATASET" in settings_of(saved):
+            return open_dataset(data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
+    return None
 
 
 def validations_of(config: Config, saved: Chosen) -> int:

@@ -54,7 +54,7 @@ def splits_of(data: DataConfig) -> Splits:
 
 @dataclass
 class Result:
-    """A metric of a model on the images of one split, and what is known of these images."""
+    """A metric of a model on the images of one split, and facts about these images."""
 
     metric: Metric
     value: float
@@ -100,7 +100,7 @@ NO_RUN = Source()
 def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source = NO_RUN) -> list[Doubt]:
     """Return the reasons to doubt an accuracy, those of the largest known effect first.
 
-    `data`: what is known of training and validation images (data.json); empty if the metric is of other images.
+    `data`: the content of data.json, about training and validation images; empty if the metric is of other images.
     `result`: what was measured; None if nothing was measured yet.
     """
     found = [_by_relatives(data, result, source), _by_shortcut(data, result), _by_names(data), _by_classes(data)]
@@ -120,28 +120,23 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     """Return the doubt that images with relatives in training raise: copies, look-alikes, images of their group."""
     copies = data.get("copies") or {}
     related = data.get("related", []) if result is None else result.related
+    images = "validation images" if result is None else f"{result.image}s"
     number = max(len(related), copies.get("found", 0))
     command = ""
     if source.run is not None:
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
     shows = f"`{command}-alike DIR` shows them"
     if number == 0:  # some may look alike, without being relatives
-        images = "validation images" if result is None else f"{result.image}s"
         look_alike = alike_in_words(data.get("alike") or [], f"{images} look like training images")
         return Doubt("relatives", look_alike, advice=shows) if look_alike else None
 
     total = data["images"]["validation"] if result is None or result.images is None else result.images
-    images = "validation images" if result is None else f"{result.image}s"
     doubt = Doubt("relatives", f"at least {number:,} of {total:,} {images} have relatives in training")
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
     if result is not None and result.is_right is not None:
         has_relatives = _marked(related, len(result.is_right))
         may_have = has_relatives | _marked(data.get("namesakes", []), len(result.is_right))
-        if min(has_relatives.sum(), (~may_have).sum()) >= FEWEST_COMPARED:
-            with_relatives = _top1_in_words(result, has_relatives)
-            others, doubt.points = _on_telling_images(result, ~may_have)
-            chance = ", which may be chance" if doubt.points is None else ""
-            doubt.sentence += f": top-1 {with_relatives} on them, {others} on the others{chance}"
+        _compare(doubt, result, has_relatives, "on them", ~may_have, "on the others")
     # Training sees the originals of copies.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
         doubt.sentence += "; of the checkpoints, they favour one that remembers them"
@@ -157,29 +152,35 @@ def _marked(indices: Sequence[int], images: int) -> np.ndarray:
     return marks
 
 
-def _top1_in_words(result: Result, chosen: np.ndarray) -> str:
-    """Return top-1 on the chosen images, with its interval."""
-    percent, images = _top1(result, chosen)
-    return f"{percent:.2f} % ({wilson(percent, images).words()})"
+def _compare(
+    doubt: Doubt, result: Result, easy: np.ndarray, on_easy: str, telling: np.ndarray, on_telling: str
+) -> None:
+    """Add to a doubt top-1 on images that may be easier than new ones, and on telling ones, which are like new ones.
 
-
-def _top1(result: Result, chosen: np.ndarray) -> tuple[float, float]:
-    """Return top-1 on the chosen images, and of how many independent images that is."""
+    The doubt's points become those by which top-1 on all images is above that on the telling ones; None if the
+    difference may be chance. Nothing is added if either are too few. `easy`, `telling`: whether each image is such a
+    one. `on_easy`, `on_telling`: words for where that is.
+    """
+    if min(easy.sum(), telling.sum()) < FEWEST_COMPARED:
+        return
     is_right = np.asarray(result.is_right)
     group_of = np.array(result.groups) if len(result.groups) else np.arange(len(is_right))
-    return 100 * float(is_right[chosen].mean()), effective_images(is_right[chosen], group_of[chosen])
-
-
-def _on_telling_images(result: Result, telling: np.ndarray) -> tuple[str, float | None]:
-    """Return top-1 on images that show what to expect on new ones, and by how many points top-1 on all is higher.
-
-    None: that may be chance. `telling`: whether each image is such a one.
-    """
-    percent, images = _top1(result, telling)
-    percent_of_others, others = _top1(result, ~telling)
-    lowest_difference, _ = newcombe((percent_of_others, percent), (others, images))
-    points = 100 * float(np.asarray(result.is_right).mean()) - percent if lowest_difference > 0 else None
-    return _top1_in_words(result, telling), points
+    percents = list[float]()
+    independent = list[float]()
+    texts = list[str]()
+    for chosen in (easy, telling):
+        percent = 100 * float(is_right[chosen].mean())
+        images = effective_images(is_right[chosen], group_of[chosen])
+        percents.append(percent)
+        independent.append(images)
+        texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
+    doubt.sentence += f": top-1 {texts[0]} {on_easy}, {texts[1]} {on_telling}"
+    lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
+    if lowest_difference > 0:
+        doubt.points = 100 * float(is_right.mean()) - percents[1]
+    else:
+        doubt.points = None
+        doubt.sentence += ", a difference that may be chance"
 
 
 def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
@@ -203,24 +204,23 @@ def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None
     )
     if result is not None and result.is_right is not None:
         is_misled = _marked(strongest["misled"], len(result.is_right))
-        if min(is_misled.sum(), (~is_misled).sum()) >= FEWEST_COMPARED:
-            top1_there, doubt.points = _on_telling_images(result, is_misled)
-            verdict = "near that of the others" if doubt.points is None else "below that of the others"
-            doubt.sentence += f"; where they are wrong, on {is_misled.sum():,}, top-1 is {top1_there}, {verdict}"
+        _compare(doubt, result, ~is_misled, "on the others", is_misled, f"on the {is_misled.sum():,} that they mistake")
     return doubt
 
 
 def _by_names(data: Mapping[str, Any]) -> Doubt | None:
-    """Return the doubt that names of images raise: they may show one thing in several splits."""
-    series = data.get("series", "")
+    """Return the doubt that names of images raise: they may show one thing in several splits.
+
+    Only the advice has an example of such a name, which may be that of a person: the model card leaves advice out.
+    """
     namesakes = len(data.get("namesakes", []))
-    if not series or series.startswith("DATA.GROUP"):  # then such images are relatives
+    if namesakes == 0:
         return None
-    sentence, _, advice = series.partition(". If such images show one thing, ")
-    doubt = Doubt("names", f"{sentence[0].lower()}{sentence[1:]}", advice=f"If such images show one thing, {advice}")
-    if namesakes:
-        doubt.points = 100 * namesakes / data["images"]["validation"]
-    return doubt
+    total = data["images"]["validation"]
+    sentence = (
+        f"by their names, {namesakes:,} of {total:,} validation images may show the same things as training images"
+    )
+    return Doubt("names", sentence, points=100 * namesakes / total, advice=data["series"])
 
 
 def _by_classes(data: Mapping[str, Any]) -> Doubt | None:

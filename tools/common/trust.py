@@ -5,14 +5,19 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
-from datasets import ImageDataset, open_dataset
+from datasets import ImageDataset
 from datasets.examine.training import examine
 from datasets.examine.trust import Doubt
-from datasets.labels import ANY_LABEL
 from engine.evaluation.alike import count_alike
-from engine.evaluation.data import OF_RUN, copies_in_training, found_in_own_data, validations_of, whose_data
+from engine.evaluation.data import (
+    OF_RUN,
+    copies_in_training,
+    found_in_own_data,
+    training_images_of,
+    validations_of,
+    whose_data,
+)
 from engine.evaluation.features import features_of
 from engine.report.trust import Result, Source, doubts, splits_of
 from engine.trained.model import Trained, pretrained, split_of_run
@@ -28,6 +33,7 @@ from utils.record.run_folder import ALIKE, may_be_copies
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import AUROC, BALANCED, TOP1, Metric
 from vitamp.pooling import pool_of
+from vitamp.weights import Chosen
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 
@@ -52,7 +58,7 @@ def doubts_of(
     if isinstance(found, OneLabel):
         result.problems = found.strange(trained)
         if not (is_of_run and part in MEMORISED):
-            about_data = _add_relatives(result, trained, dataset, found.rows.label.numpy())
+            about_data = add_relatives(result, trained, dataset, found.rows.label.numpy())
 
     run = run_folder_of(trained.chosen.place)
     if is_of_run:
@@ -63,8 +69,8 @@ def doubts_of(
     return result, doubts(about_data, result, source)
 
 
-def _add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> dict[str, Any]:
-    """Find the evaluated images that have a relative among the training images, and return what is known of the data.
+def add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> dict[str, Any]:
+    """Add to `result` which evaluated images have a relative among the training images; return findings as data.json.
 
     Relatives are copies and look-alikes, and in the run's own data images of one group (DATA.GROUP). In its validation
     split, the run's start has looked for copies and look-alikes. `labels`: as the model numbers its classes.
@@ -74,46 +80,33 @@ def _add_relatives(result: Result, trained: Trained, dataset: ImageDataset, labe
     if len(result.groups) and whose_data(trained.config, chosen) in OF_RUN:
         groups_of_training = split_of_run(trained, "train").groups()
         related.update(np.flatnonzero(np.isin(result.groups, groups_of_training)).tolist())
-    about_data = found_in_own_data(trained.config, chosen)
-    if about_data:
-        related.update(about_data.get("related", []))
+    findings = found_in_own_data(trained.config, chosen)
+    if findings:
+        related.update(findings.get("related", []))
     else:
-        found, counts_alike = related_to_training(trained, dataset, labels)
-        related |= found
-        about_data = _examined(trained, dataset) | {"alike": counts_alike}
+        findings = _examined(chosen, dataset)
+        related.update((findings.get("copies") or {}).get("images", []))
+        findings["alike"], images_alike = _alike_in_training(trained, dataset, labels)
+        if may_be_copies(findings["alike"]):
+            related.update(images_alike)
     result.related = sorted(related)
-    return about_data
+    return findings
 
 
-def _examined(trained: Trained, dataset: ImageDataset) -> dict[str, Any]:
+def _examined(chosen: Chosen, dataset: ImageDataset) -> dict[str, Any]:
     """Compare evaluated images with the training images as the start of a run does with validation, by files and names.
 
-    Returns what data.json would have; empty if the training images are gone or have no files, or with DATA.CHECK off.
+    Returns the findings as data.json has them; with DATA.CHECK off, only copies. They are empty if the training images
+    are gone, in memory or on another machine.
     """
     evaluated = dataset.single_images()
-    if "DATA.DATASET" not in settings_of(trained.chosen):  # the training data is unknown
+    if dataset.data.CHECK == "off":
+        copies = copies_in_training(chosen, evaluated)
+        return {"copies": asdict(copies)} if copies else {}
+    training = training_images_of(chosen)
+    if training is None or evaluated is None or evaluated.remote:
         return {}
-    with suppress(UserError), unheard():
-        data = config_of_weights(trained.chosen).DATA.changed(DOWNLOAD=False)
-        for_training = True
-        training = open_dataset(data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu")).single_images()
-        if training and evaluated and not evaluated.remote and dataset.data.CHECK != "off":
-            return asdict(examine(training, evaluated, dataset.data))
-    return {}
-
-
-def related_to_training(trained: Trained, dataset: ImageDataset, labels: np.ndarray) -> tuple[set[int], list[int]]:
-    """Find images of `dataset` that have a relative among the training images: of equal bytes, or one that looks alike.
-
-    Returns their indices, and the numbers of `LookAlikes` if images look alike that may be no copies, which then do not
-    count. `labels`: of the images, as the model numbers its classes.
-    """
-    copies = copies_in_training(trained.chosen, dataset.single_images())
-    related = set(copies.images) if copies else set[int]()
-    counts, images_alike = _alike_in_training(trained, dataset, labels)
-    if may_be_copies(counts):
-        return related.union(images_alike), []
-    return related, counts
+    return asdict(examine(training, evaluated, dataset.data))
 
 
 def _result_of(found: OneLabel | SeveralLabels, metric: Metric) -> Result:

@@ -217,9 +217,7 @@ def _by_names(data: Mapping[str, Any]) -> Doubt | None:
     if namesakes == 0:
         return None
     total = data["images"]["validation"]
-    sentence = (
-        f"by their names, {namesakes:,} of {total:,} validation images may show the same things as training images"
-    )
+    sentence = f"by their names, {namesakes:,} of {total:,} validation images may show what training images show"
     return Doubt("names", sentence, points=100 * namesakes / total, advice=data["series"])
 
 

@@ -119,7 +119,11 @@ def relatives(
     result = Result(TOP1, 100 * float(is_right.mean()), images=len(is_right), is_right=is_right)
     result.related = related
     result.groups = groups
-    found = [doubt for doubt in doubts({"namesakes": namesakes}, result) if doubt.kind == "relatives"]
+    found = [
+        doubt
+        for doubt in doubts({"namesakes": namesakes, "series": "Names", "images": {"validation": 140}}, result)
+        if doubt.kind == "relatives"
+    ]
     return found[0].words(advice=False) if found else ""
 
 

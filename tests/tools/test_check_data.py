@@ -660,11 +660,11 @@ def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, s
     said, _ = check(table, dataset="csv")
     where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
     named = (
-        rf"in the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
+        rf"In the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
     )
     assert re.search(rf"{named} If .*, 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
     grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
-    assert "in the column" not in grouped.text.lower()
+    assert "In the column" not in grouped.text
 
 
 @pytest.mark.parametrize("split", [False, True])

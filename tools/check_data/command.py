@@ -242,6 +242,8 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
         log.warning("%s.", findings.companions)
     if findings.series and data.GROUP is not None:
         log.warning("%s.", findings.series)
+    elif findings.series and not findings.namesakes:  # else the doubts say it
+        advice.append(f"{findings.series}.")
     unexamined = why_not_examined(list(splits[0].images()))
     if unexamined:
         advice.append(f"Not searched for shortcuts (docs/data.md): {unexamined}.")

@@ -127,9 +127,12 @@ def test_card_has_metadata_results_settings_and_no_path(
         "`a cat`, `dog\\|wolf`, `élan`",
         "centre cropped to 32 x 32 (`crop_pct` 0.9)",
         "![Loss and accuracy by epoch](curves.png)",
+        "## How far to trust this\n\n- Up to ",
+        " points too high: chance, on ",
         'timm.create_model("local-dir:photos", pretrained=True)',
     ):
         assert expected in text
+    assert "More of them" not in text, "no advice, whose commands may name files of this machine"
     held = text.encode() + (tmp_path / "photos" / "config.json").read_bytes()
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
 

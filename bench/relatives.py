@@ -81,7 +81,7 @@ def measured(run: Path, part: str) -> dict[str, Any]:
     related = set(result.related)
     sentence = alike_in_words(findings.get("alike") or [], "images look like training images")
     if part == "val":  # as the run has found them
-        related, sentence = set(data["related"]), " ".join([*data["warnings"], data["series"]])
+        related, sentence = set(data["related"]), " ".join([*data["warnings"], data["series"], data["series_advice"]])
     said = np.isin(np.arange(len(labels)), list(related))
     things = np.array([thing_of(name) for name in names])
     true = np.isin(things, [thing_of(name_of(training, index)) for index in range(len(training))])

@@ -233,6 +233,8 @@ class Findings:
 
     With DATA.GROUP, another sentence says that images of one group have different labels.
     """
+    series_advice: str = ""
+    """What to do about images that are perhaps of one thing, with an example"""
     namesakes: list[int] = field(default_factory=list)
     """Indices of the validation images whose names say that they may show one thing with training images"""
     alike: list[int] = field(default_factory=list)
@@ -271,6 +273,7 @@ class Findings:
             classes=_images_by_class(splits, unnamed, num_classes),
             companions=companions_of(splits),
             series=series.sentence,
+            series_advice=series.advice,
             namesakes=list(series.namesakes),
         )
 

@@ -52,13 +52,15 @@ class Series(NamedTuple):
     """What names and groups show of images that are in several splits."""
 
     sentence: str = ""
-    """'' if they show nothing"""
+    """What they show, without a full stop; '' if they show nothing"""
+    advice: str = ""
+    """What to do about it, with an example, without a full stop; '' with DATA.GROUP"""
     namesakes: Sequence[int] = ()
     """Indices of the validation images that may be of one group with training images, if DATA.GROUP does not say"""
 
 
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
-    """Return a sentence if images of one group are in several splits, as those of one patient may be.
+    """Find images of one group that are in several splits, as those of one patient may be.
 
     The groups are those of DATA.GROUP; then a group with different labels gets a sentence, too. Without it, images are
     a group if a table's column such as patient has one value for them, or if the part of their names that a pattern of
@@ -88,14 +90,15 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
             else:
                 effect = "names them; split by them"
             # divided.images is text, such as "3 of 10 validation images".
-            sentence = (
-                f"{compared} of {divided.images} are also those of images in another split, such as "
-                f"{min(divided.groups)}. If such images show one thing, 'DATA.GROUP={setting}' {effect} "
+            sentence = f"{compared} of {divided.images} are also those of images in another split"
+            advice = (
+                f"Compare those of {min(divided.groups)}: if they show one thing, 'DATA.GROUP={setting}' {effect} "
                 "(docs/splits.md)"
             )
             in_training = set(groups["training"])
             validation = enumerate(groups.get("validation", []))
-            return Series(sentence, [index for index, group in validation if group and group in in_training])
+            namesakes = [index for index, group in validation if group and group in in_training]
+            return Series(sentence, advice, namesakes)
     return Series()
 
 

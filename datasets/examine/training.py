@@ -233,7 +233,7 @@ def _notes_on_storage(findings: Findings, data: DataConfig, command: str) -> Ite
     if findings.looked_at != findings.images["training"]:
         of_images += " looked at"
     if findings.series and data.GROUP is None:
-        yield findings.series
+        yield f"{findings.series}. {findings.series_advice}"
     if findings.unlike:  # images in a rare format
         yield f"Perhaps placeholders, in another format than the others {of_images}: {some_of(findings.unlike)}"
     median_side = findings.shorter

@@ -103,7 +103,12 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     `data`: the content of data.json, about training and validation images; empty if the metric is of other images.
     `result`: what was measured; None if nothing was measured yet.
     """
-    found = [_by_relatives(data, result, source), _by_shortcut(data, result), _by_names(data), _by_classes(data)]
+    found = [
+        _by_relatives(data, result, source),
+        _by_shortcut(data, result),
+        _by_names(data, result),
+        _by_classes(data),
+    ]
     if result is not None:
         found += [_by_chance(result, source), _by_choice(result, source), *result.problems]
     known = [doubt for doubt in found if doubt is not None]
@@ -208,17 +213,23 @@ def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None
     return doubt
 
 
-def _by_names(data: Mapping[str, Any]) -> Doubt | None:
+def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
     """Return the doubt that names of images raise: they may show one thing in several splits.
 
     Only the advice has an example of such a name, which may be that of a person: the model card leaves advice out.
     """
-    namesakes = len(data.get("namesakes", []))
-    if namesakes == 0:
+    namesakes = data.get("namesakes", [])
+    if not namesakes:
         return None
     total = data["images"]["validation"]
-    sentence = f"by their names, {namesakes:,} of {total:,} validation images may show what training images show"
-    return Doubt("names", sentence, points=100 * namesakes / total, advice=data["series"])
+    sentence = data["series"][0].lower() + data["series"][1:]
+    doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=data.get("series_advice", ""))
+    if result is not None and result.is_right is not None:
+        images = len(result.is_right)
+        is_namesake = _marked(namesakes, images)
+        may_have = is_namesake | _marked(result.related, images)
+        _compare(doubt, result, is_namesake, "on them", ~may_have, "on the others")
+    return doubt
 
 
 def _by_classes(data: Mapping[str, Any]) -> Doubt | None:

@@ -659,10 +659,9 @@ def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, s
     table.write_text("\n".join(rows))
     said, _ = check(table, dataset="csv")
     where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
-    named = (
-        rf"In the column Patient_ID, the values of {where} of {where} validation images are also .*, such as no \d+\."
-    )
-    assert re.search(rf"{named} If .*, 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
+    named = rf"in the column Patient_ID, the values of {where} of {where} validation images are also .*\."
+    example = r"Compare those of no \d+: if they show one thing,"
+    assert re.search(rf"{named} {example} 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
     grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
     assert "In the column" not in grouped.text
 

@@ -243,7 +243,7 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     if findings.series and data.GROUP is not None:
         log.warning("%s.", findings.series)
     elif findings.series and not findings.namesakes:  # else the doubts say it
-        advice.append(f"{findings.series}.")
+        advice.append(f"{findings.series}. {findings.series_advice}.")
     unexamined = why_not_examined(list(splits[0].images()))
     if unexamined:
         advice.append(f"Not searched for shortcuts (docs/data.md): {unexamined}.")

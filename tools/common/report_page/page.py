@@ -202,8 +202,9 @@ def write_report(
         searched = searched_in_vain(run) if part == "val" else ""
     else:
         found = {run.name: doubts_about(run, None) for run in all_runs}  # of the data alone, which all metrics share
+    rows_of_doubts = _rows_of_doubts(found)
     shown = {"verdict": verdict, "opening": opening, "recall": recall, "evaluations": evaluations}
-    shown |= {"doubts": _rows_of_doubts(found), "searched": searched}
+    shown |= {"doubts": rows_of_doubts, "searched": searched, "data": _other_notes(all_runs, rows_of_doubts)}
     write_template("page.html", page, "-out", **shown, **_about_runs(all_runs, contenders), **SIZES)  # sizes of charts
     if failures:
         raise UserError("\n  ".join([*failures, f"{page} lacks its predictions. {ADVICE}"]))
@@ -223,6 +224,12 @@ def _rows_of_doubts(found: dict[str, list[Doubt]]) -> list[dict[str, Any]]:
                 link = file.resolve().as_uri() if file.is_file() else None
                 row["images"].append({"link": link, "short": "/".join(file.parts[-2:])})
     return list(rows.values())
+
+
+def _other_notes(runs: Sequence[Run], rows_of_doubts: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return what the runs reported of their data before training, as `data_notes` does, without what doubts say."""
+    said = tuple(row["doubt"].sentence.lower() for row in rows_of_doubts)
+    return {line: names for line, names in data_notes(runs).items() if not line.lower().startswith(said)}
 
 
 def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str, Any]:
@@ -252,7 +259,6 @@ def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str,
         "short_rows": short_rows,
         "rows": rows,
         "settings": varied_settings(runs),
-        "data": data_notes(runs),
         "updated": any(run.history.of("train") for run in runs),
         "charts": charts(runs, styles),
         "amp": [_amp(run) for run in runs],

@@ -22,10 +22,14 @@ class Doubt:
     """What to do about it, without a full stop; '' if nothing can be done"""
     images: list[str] = field(default_factory=list)
     """Names of some images that show it"""
+    effect_in_words: str = ""
+    """What it may do to the accuracy, if that cannot be said in points; they still order the doubts"""
 
     @property
     def effect(self) -> str:
         """What it may do to the accuracy, in words."""
+        if self.effect_in_words:
+            return self.effect_in_words
         if self.points is None:
             return "Perhaps too high"
         direction = "high" if self.points >= 0 else "low"

@@ -270,7 +270,8 @@ def few_mistakes(val_set: ImageDataset, data: DataConfig, guesses: np.ndarray) -
         "labels",
         f"{counted(len(images), 'mistake')} in the best validation, {'; '.join(images)}",
         points=-100 * len(images) / len(labels),
-        advice="Look whether the label is right",
+        effect_in_words="Perhaps too low",
+        advice="Look whether their labels are right",
         images=[samples.name(index) for index in mistaken.tolist()],
     )
 

@@ -144,7 +144,7 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         _compare(doubt, result, has_relatives, "on them", ~may_have, "on the others")
     # Training sees the originals of copies.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
-        doubt.sentence += "; of the checkpoints, they favour one that remembers them"
+        doubt.sentence += "; the choice of the best checkpoint favours one that has memorised them"
     doubt.advice = f"{shows}; -split FILE divides the images, with these in one part"
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     return doubt
@@ -162,9 +162,9 @@ def _compare(
 ) -> None:
     """Add to a doubt top-1 on images that may be easier than new ones, and on telling ones, which are like new ones.
 
-    The doubt's points become those by which top-1 on all images is above that on the telling ones; None if the
-    difference may be chance. Nothing is added if either are too few. `easy`, `telling`: whether each image is such a
-    one. `on_easy`, `on_telling`: words for where that is.
+    The doubt's points become those by which top-1 on all images is above that on the telling ones, and its effect is
+    only perhaps if that may be chance. Nothing is added if either are too few. `easy`, `telling`: whether each image is
+    such a one. `on_easy`, `on_telling`: words for where that is.
     """
     if min(easy.sum(), telling.sum()) < FEWEST_COMPARED:
         return
@@ -181,10 +181,9 @@ def _compare(
         texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
     doubt.sentence += f": top-1 {texts[0]} {on_easy}, {texts[1]} {on_telling}"
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
-    if lowest_difference > 0:
-        doubt.points = 100 * float(is_right.mean()) - percents[1]
-    else:
-        doubt.points = None
+    doubt.points = max(100 * float(is_right.mean()) - percents[1], 0.0)
+    if lowest_difference <= 0:
+        doubt.effect_in_words = "Perhaps too high"
         doubt.sentence += ", a difference that may be chance"
 
 
@@ -209,7 +208,14 @@ def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None
     )
     if result is not None and result.is_right is not None:
         is_misled = _marked(strongest["misled"], len(result.is_right))
-        _compare(doubt, result, ~is_misled, "on the others", is_misled, f"on the {is_misled.sum():,} that they mistake")
+        _compare(
+            doubt,
+            result,
+            easy=~is_misled,
+            on_easy="where these name the class",
+            telling=is_misled,
+            on_telling=f"on the {is_misled.sum():,} images where they name another",
+        )
     return doubt
 
 
@@ -275,6 +281,8 @@ def _by_choice(result: Result, source: Source) -> Doubt | None:
     if result.last is not None and result.metric.percent:
         doubt.points = abs(result.value - result.last)
         doubt.sentence += f"; the last had {result.metric.number(result.last)}"
+        if result.interval is not None and result.last >= result.interval.low:
+            doubt.sentence += ", a difference that may be chance"
     doubt.advice = "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
     if source.splits.test and source.run is not None:
         command = f"{tool('evaluate')} {shlex.quote(str(source.run))} -part test"

@@ -78,7 +78,7 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     for one, other in (("leaf", "rose"), ("rose", "sky"), ("sky", "leaf")):
         (tmp_path / "others" / other).symlink_to((run.parent / "flowers" / "test" / one).resolve())
     others = vitamp(run, "-data_path", tmp_path / "others", script=evaluate, code=0).out
-    assert "points too low: validation had top-1 33.3 %, " in others
+    assert "Unlike validation: validation had top-1 33.3 %, " in others
     assert "above that here, more than chance explains. The best of several validations flatters; those" in others
     shutil.copytree(run, tmp_path / "run")
     about = tmp_path / "run" / "checkpoints" / name / "meta.json"
@@ -95,6 +95,10 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     assert f"<dd>{swapped}." in page, "each doubt is a row of its own"
     assert f'<div class="soft">{advice}</div>' in page
     assert "12 of 24 mistakes. Click an image" in page
+    vitamp(run, "-part", "test", script="scripts/report.py", code=0)
+    page = (run / "report.html").read_text()
+    assert "points below that here, more than chance explains" in page, "the doubts about the test images"
+    assert swapped not in page, "not those about validation"
 
 
 def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
@@ -175,14 +179,15 @@ def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() ->
     # Where size and shape are wrong, a model that knows them alone is wrong, too.
     misled = list(range(10))
     knows_files = np.arange(100) >= 10
-    for is_right, effect, there in (
-        (knows_files, "Up to 90.0 points too high", "0.00 % (0.00 to 27.75 %) on the 10 that they mistake"),
-        (np.ones(100, bool), "Perhaps too high", "on the 10 that they mistake, a difference that may be chance"),
+    there = "on the 10 images where they name another"
+    for is_right, effect, end in (
+        (knows_files, "Up to 90.0 points too high", f"0.00 % (0.00 to 27.75 %) {there}"),
+        (np.ones(100, bool), "Perhaps too high", f"{there}, a difference that may be chance"),
     ):
         result = Result(TOP1, 100 * float(is_right.mean()), is_right=is_right)
         (doubt,) = doubts({"shortcuts": [shortcut | {"misled": misled}]}, result)
         assert doubt.effect == effect
-        assert doubt.sentence.endswith(there)
+        assert doubt.sentence.endswith(end)
     for change in ({"of_file": False}, {"in_validation": False}):
         assert doubts({"shortcuts": [shortcut | change]}) == []
 
@@ -199,7 +204,8 @@ def test_doubts_of_the_largest_effect_come_first_and_unmeasured_ones_last() -> N
     assert tested.words().endswith("once you have decided: `python scripts/evaluate.py run -part test`.")
     assert [doubt.words(advice=False) for doubt in doubts(data, result)] == [
         "Up to 10.0 points too high: chance, on 3 validation images; it may as well be 5.0 points too low.",
-        "Up to 4.0 points too high: it is the best of 4 validations on these images; the last had 86.00 %.",
+        "Up to 4.0 points too high: it is the best of 4 validations on these images; the last had 86.00 %, a "
+        "difference that may be chance.",
         "Perhaps too high: 1 class of 2 has no validation image: b.",
     ]
 
@@ -221,11 +227,11 @@ def test_a_few_mistakes_are_named_without_reading_an_image(tmp_path: Path) -> No
         doubt = few_mistakes(images, data, guesses)
         return doubt.words() if doubt else ""
 
-    one = "Up to 12.5 points too low: 1 mistake in the best validation, leaf/2.png (labelled leaf, predicted "
-    assert named(1) == f"{one}2). Look whether the label is right."
+    one = "Perhaps too low: 1 mistake in the best validation, leaf/2.png (labelled leaf, predicted "
+    assert named(1) == f"{one}2). Look whether their labels are right."
     assert named(1, guess=1).startswith(f"{one}rose).")
     two = named(1, 7)
-    assert two.startswith("Up to 25.0 points too low: 2 mistakes ")
+    assert two.startswith("Perhaps too low: 2 mistakes ")
     assert "predicted 2); rose/7.png (labelled rose, predicted 2)." in two
     assert named() == named(*range(6)) == ""
     digits = open_dataset(DataConfig(DATASET="digits"), train=False, num_classes=10, seed=0, device=torch.device("cpu"))

@@ -206,7 +206,7 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert re.search(f"tiny was trained on 1,437 images of digits to tell 10 classes apart. {first}. Always", seen.text)
     assert re.search(r"class recall training images validation images prevalence precision F1", seen.text)
     assert re.search(r"3 [\d.]+ % \d+ to \d+ 146 37 10.3 % [\d.]+ % [\d.]+ %", seen.text)
-    parts = ["Predictions", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
+    parts = ["Predictions", "Training", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
     assert re.findall("<h2>(.*?)</h2>", seen.html) == ["How far to trust this", *parts]
     wrong = round(360 * (1 - best / 100))
     mistakes = [figure for figure in seen.named("figure") if "title" in figure]
@@ -415,7 +415,7 @@ def test_copies_of_training_images_are_named(run: Path) -> None:
     assert "No validation image has the bytes of a training image, edited copies were not counted; " in of(0, 400)
     assert "bytes" not in of(0, 9), "most were not compared"
     assert "bytes" not in of(0, 400, 256), "nor most of the training images"
-    favoured = "; of the checkpoints, they favour one that remembers them"
+    favoured = "; the choice of the best checkpoint favours one that has memorised them"
     assert favoured in of(23, 400)
     assert favoured not in of(19, 400), "fewer than 5 %"
     assert favoured not in of(9, 400, alike=(200, 400, 10)), "the model may hardly tell them apart"

@@ -349,21 +349,23 @@ class OneLabel(Evaluation):
         inflation = variance_inflation(labels == guesses, self.groups)
         independent = [validation_images / inflation, self.images / inflation]
         low, high = newcombe((validated, self.values[TOP1]), independent)
-        validation_had = f"validation had top-1 {validated:.1f} %,"
-        that_here = "that here, more than chance explains"
-        points = self.values[TOP1] - validated
+        beyond_chance = "that here, more than chance explains"
+        sentence = advice = ""
         if low > 0:
-            sentence = f"{validation_had} {low:.1f} to {high:.1f} points above {that_here}"
+            sentence = f"validation had top-1 {validated:.1f} %, {low:.1f} to {high:.1f} points above {beyond_chance}"
             advice = (
                 "The best of several validations flatters; those images may resemble the training images more than "
                 "these do, as near copies or photographs of one place (DATA.GROUP keeps such images together); or "
                 "these are from another source"
             )
-            found.append(Doubt("source", sentence, points=points, advice=advice))
-        if high < 0 and trained.config.DATA.PART not in MEMORISED:  # on training images, a higher top-1 is normal
-            sentence = f"{validation_had} {-high:.1f} to {-low:.1f} points below {that_here}"
-            advice = "These images are easier, or training has seen them or near copies of them"
-            found.append(Doubt("source", sentence, points=points, advice=advice))
+        elif high < 0 and trained.config.DATA.PART not in MEMORISED:  # on training images, a higher top-1 is normal
+            sentence = f"validation had top-1 {validated:.1f} %, {-high:.1f} to {-low:.1f} points below {beyond_chance}"
+            advice = (
+                "These images may be easier than those of validation, or training has seen them or near copies of them"
+            )
+        if sentence:
+            points = self.values[TOP1] - validated
+            found.append(Doubt("source", sentence, points, advice, effect_in_words="Unlike validation"))
         return found
 
     def words(self) -> str:

@@ -74,7 +74,10 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
     `data_path`: the folder of the data, if it was moved since the run.
     """
     try:
-        given = CommandLine(flags={"DATA.DATA_PATH": (data_path, "-data_path")} if data_path else {})
+        flags: dict[str, tuple[Any, str]] = {"EVAL": (True, "-eval"), "DATA.PART": (part, "-part")}
+        if data_path:
+            flags["DATA.DATA_PATH"] = (data_path, "-data_path")
+        given = CommandLine(flags=flags)
         trained = load_trained(folder, calibrated=True, needs_labels=False, given=given)
         if data_path and whose_data(trained.config, trained.chosen) not in OF_RUN:
             raise UserError(f"-data_path {data_path}: not the images of the run, which evaluate.py can evaluate, too.")

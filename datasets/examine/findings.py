@@ -235,6 +235,8 @@ class Findings:
     """
     series_advice: str = ""
     """What to do about images that are perhaps of one thing, with an example"""
+    series_group: str = ""
+    """The value of DATA.GROUP that keeps them together"""
     namesakes: list[int] = field(default_factory=list)
     """Indices of the validation images whose names say that they may show one thing with training images"""
     alike: list[int] = field(default_factory=list)
@@ -274,6 +276,7 @@ class Findings:
             companions=companions_of(splits),
             series=series.sentence,
             series_advice=series.advice,
+            series_group=series.group,
             namesakes=list(series.namesakes),
         )
 

@@ -55,6 +55,8 @@ class Series(NamedTuple):
     """What they show, without a full stop; '' if they show nothing"""
     advice: str = ""
     """What to do about it, with an example, without a full stop; '' with DATA.GROUP"""
+    group: str = ""
+    """The value of DATA.GROUP that keeps such images together"""
     namesakes: Sequence[int] = ()
     """Indices of the validation images that may be of one group with training images, if DATA.GROUP does not say"""
 
@@ -98,7 +100,7 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
             in_training = set(groups["training"])
             validation = enumerate(groups.get("validation", []))
             namesakes = [index for index, group in validation if group and group in in_training]
-            return Series(sentence, advice, namesakes)
+            return Series(sentence, advice, group=setting, namesakes=namesakes)
     return Series()
 
 

@@ -44,6 +44,7 @@ NEARLY_ALL = 0.9
 FAR = 15.0
 """or if top-1 is more than so many points below that of folds of the training images"""
 
+TOO_LOW = "Perhaps too low"
 FEW_MISTAKES = 5
 """Most mistakes of a validation that are named"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"
@@ -224,7 +225,7 @@ def strange(
     if in_folds is not None and wilson(top1, independent).high < in_folds - FAR:
         sentence = f"only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of training images"
         advice = "These images may be from another source, or their class folders swapped"
-        found.append(Doubt("source", sentence, points=top1 - in_folds, advice=advice))
+        found.append(Doubt("source", sentence, top1 - in_folds, advice, effect_in_words=TOO_LOW))
 
     # Classes whose images are nearly all taken for another class.
     mistaken = _mistaken_classes(labels, guesses, name_of)
@@ -241,7 +242,8 @@ def strange(
         other = "other class" if mistaken else "class"
         counts = f"{counted(len(never), other)} of {np.count_nonzero(images):,} {verb}"
         sentence = f"{counts} never recognised: {some_of([name_of(label) for label in never])}"
-        found.append(Doubt("classes", sentence, points=-100 * images[never].sum() / len(labels)))
+        points = -100 * images[never].sum() / len(labels)
+        found.append(Doubt("classes", sentence, points, effect_in_words=TOO_LOW))
     return found
 
 
@@ -270,7 +272,7 @@ def few_mistakes(val_set: ImageDataset, data: DataConfig, guesses: np.ndarray) -
         "labels",
         f"{counted(len(images), 'mistake')} in the best validation, {'; '.join(images)}",
         points=-100 * len(images) / len(labels),
-        effect_in_words="Perhaps too low",
+        effect_in_words=TOO_LOW,
         advice="Look whether their labels are right",
         images=[samples.name(index) for index in mistaken.tolist()],
     )

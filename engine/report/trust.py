@@ -19,7 +19,7 @@ from datasets.examine.trust import Doubt
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import tool
-from utils.record.run_folder import CONFIG, alike_in_words, known_to_training
+from utils.record.run_folder import CONFIG, LookAlikes, alike_in_words, known_to_training, may_be_copies
 from utils.statistics.groups import Groups, effective_images
 from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.text import counted, some_of
@@ -29,6 +29,8 @@ MOST = 7
 """Most doubts that are shown; those of the smallest effect are left out."""
 FEW = 100
 """With fewer validation images than this, folds are advised."""
+UNWARNED = ("names", "shortcut")
+"""Kinds of doubts that the start of a run does not warn of, since they may be nothing"""
 FEWEST_COMPARED = 5
 """Top-1 on fewer images than this says nothing."""
 
@@ -110,13 +112,17 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
         _by_classes(data),
     ]
     if result is not None:
-        found += [_by_chance(result, source), _by_choice(result, source), *result.problems]
+        found += [_by_chance(data, result, source), _by_choice(result, source), *result.problems]
     known = [doubt for doubt in found if doubt is not None]
     # Whatever makes it too high, it is not worth more than all that is above guessing.
     if result is not None and result.guess is not None:
         for doubt in known:
             if doubt.points is not None:
                 doubt.points = min(doubt.points, max(result.value - result.guess, 0.0))
+    if result is None:
+        # Before anything is measured, the points only say how many images are concerned, as the sentences do.
+        for doubt in known:
+            doubt.effect_in_words = "Perhaps too high"
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
 
@@ -136,7 +142,12 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         return Doubt("relatives", look_alike, advice=shows) if look_alike else None
 
     total = data["images"]["validation"] if result is None or result.images is None else result.images
-    doubt = Doubt("relatives", f"at least {number:,} of {total:,} {images} have relatives in training")
+    alike = data.get("alike") or []
+    if may_be_copies(alike) and not copies.get("found") and number <= LookAlikes(*alike).images:
+        sentence = f"{number:,} of {total:,} {images} look like training images, as edited copies do"
+    else:
+        sentence = f"at least {number:,} of {total:,} {images} have relatives in training"
+    doubt = Doubt("relatives", sentence)
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
     if result is not None and result.is_right is not None:
         has_relatives = _marked(related, len(result.is_right))
@@ -250,13 +261,13 @@ def _by_classes(data: Mapping[str, Any]) -> Doubt | None:
     return Doubt("classes", sentence, advice="Validation needs images of each class")
 
 
-def _by_chance(result: Result, source: Source) -> Doubt | None:
+def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt | None:
     """Return the doubt that the number of images leaves: how far the metric may be from that of all such images."""
     if result.interval is None or result.images is None:
         return None
     advice = "More of them narrow it"
     if result.images < FEW and result.image == "validation image":
-        advice = _advice_of_folds(source) or advice
+        advice = _advice_of_folds(source, data.get("series_group", "")) or advice
     too_low = result.interval.high - result.value
     sentence = f"chance, on {counted(result.images, result.image)}; it may as well be {too_low:.1f} points too low"
     groups = len(set(result.groups))
@@ -265,12 +276,19 @@ def _by_chance(result: Result, source: Source) -> Doubt | None:
     return Doubt("chance", sentence, points=result.value - result.interval.low, advice=advice)
 
 
-def _advice_of_folds(source: Source) -> str:
-    """Return the advice to judge by folds, and its command; '' if folds cannot help."""
+def _advice_of_folds(source: Source, group: str) -> str:
+    """Return the advice to judge by folds, and its command; '' if folds cannot help.
+
+    `group`: value of DATA.GROUP that keeps images together whose names say that they may show one thing; '' for none.
+    """
     if source.run is None or source.fold or not source.splits.unsplit:
         return ""
-    words = shlex.join(["-cfg", str(source.run / CONFIG), "-folds", "5", "-output", f"{source.run}-folds"])
-    return f"To judge by all images, each once, train on five folds: `{tool('compare')} {words}`"
+    words = ["-cfg", str(source.run / CONFIG), "-folds", "5", "-output", f"{source.run}-folds"]
+    together = ""
+    if group:
+        words.append(f"DATA.GROUP={group}")
+        together = ", with images of one name together"
+    return f"To judge by all images, each once, train on five folds{together}: `{tool('compare')} {shlex.join(words)}`"
 
 
 def _by_choice(result: Result, source: Source) -> Doubt | None:

@@ -146,6 +146,9 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     assert ":" not in relatives(is_right, range(140)).partition("high: ")[2]
     assert relatives(is_right, range(60), namesakes=range(140)) == f"Up to 42.9 points too high: {start}."
     assert relatives(is_right, []) == ""
+    looks = doubts({"alike": [2, 140, 1], "images": {"validation": 140}, "related": [0, 1]})
+    assert looks[0].sentence == "2 of 140 validation images look like training images, as edited copies do"
+    assert looks[0].effect == "Perhaps too high", "nothing is measured yet"
 
 
 def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
@@ -160,6 +163,10 @@ def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
     assert doubt.points == 15, "at most what is above guessing"
     assert "top-1 100.00 % (91.24 to 100.00 %) on them, 50.00 % (35.20 to 64.80 %) on the others" in doubt.sentence
     assert doubts({"series": "DATA.GROUP name: 3 groups in more than one split"}) == []
+    result = Result(TOP1, 75.0, Interval(65.0, 83.0), images=80)
+    chance = doubts(data | {"series_group": "name_start"}, result, Source(Path("run"), Splits(unsplit=True)))[1]
+    command = "-cfg run/config.yaml -folds 5 -output run-folds DATA.GROUP=name_start`."
+    assert chance.words().endswith(command), "folds keep apart what names say to be of one thing"
 
 
 def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() -> None:

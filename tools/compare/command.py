@@ -246,7 +246,11 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     if all_folds:
         comparison["all_folds"] = all_folds
     comparison["troubles"] = troubles(runs, reasons, names)
-    comparison["data"] = read_data(out / rows[0]["folder"]).get("warnings", []) if rows else []
+    from engine.report.trust import UNWARNED, doubts  # imports torch
+
+    data = read_data(out / rows[0]["folder"]) if rows else {}
+    unwarned = [doubt.words() for doubt in doubts(data) if doubt.kind in UNWARNED]
+    comparison["data"] = data.get("warnings", []) + unwarned
     comparison = redacted_values(comparison)
     try:
         write_json(out / "compare.json", comparison)
@@ -292,7 +296,8 @@ def _accuracy(hits: PerImage) -> dict[str, float]:
     images = len(hits.values)
     accuracy = 100 * right / images
     low, high = wilson(accuracy, effective_images(hits.values, hits.groups))
-    return {"acc1": accuracy, "low": low, "high": high, "right": right, "images": images}
+    groups = len(set(hits.groups))
+    return {"acc1": accuracy, "low": low, "high": high, "right": right, "images": images, "groups": groups}
 
 
 def recall(hits: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
@@ -488,6 +493,8 @@ def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
         if len(rows) != folds:  # some folds are not trained
             right += f" of {len(rows)} of {folds} folds"
         interval = Interval(accuracy["low"], accuracy["high"]).words()
+        if 0 < accuracy.get("groups", 0) < accuracy["images"]:
+            interval += f", which allows for {counted(accuracy['groups'], 'group')} of DATA.GROUP"
         results.append(f"accuracy {accuracy['acc1']:.2f} %, {right} (95 % interval {interval})")
     # The metric that decides, by fold.
     values = judged.values(rows)

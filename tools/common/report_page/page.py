@@ -5,6 +5,7 @@ import hashlib
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -212,18 +213,36 @@ def write_report(
 
 
 def _rows_of_doubts(found: dict[str, list[Doubt]]) -> list[dict[str, Any]]:
-    """Return what page.html shows of the doubts about each run, by the run's name; of several runs, each doubt once."""
-    rows = dict[str, dict[str, Any]]()
-    for run, doubts in found.items():
-        for doubt in doubts:
-            row = rows.setdefault(doubt.sentence, {"doubt": doubt, "runs": [], "images": []})
-            row["runs"].append(run)
-            row["images"] = []
-            for name in doubt.images[:MOST_LINKS]:
-                file = Path(name)
-                link = file.resolve().as_uri() if file.is_file() else None
-                row["images"].append({"link": link, "short": "/".join(file.parts[-2:])})
-    return list(rows.values())
+    """Return what page.html shows of the doubts about each run, by the run's name.
+
+    Of several runs, such as those of folds, it shows one doubt of each kind, the largest, and which runs have it.
+    """
+    shown = list[tuple[Doubt, str]]()  # a doubt, and words on the runs that have it
+    if len(found) == 1:
+        (doubts,) = found.values()
+        shown = [(doubt, "") for doubt in doubts]
+    else:
+        by_kind = defaultdict[str, dict[str, Doubt]](dict)
+        for run, doubts in found.items():
+            for doubt in doubts:
+                by_kind[doubt.kind][run] = doubt
+        for of_kind in by_kind.values():
+            largest = max(of_kind, key=lambda run: of_kind[run].points or 0.0)
+            sentences = {doubt.sentence for doubt in of_kind.values()}
+            where = ", ".join(of_kind) if len(of_kind) < len(found) else ""
+            if len(sentences) > 1:
+                where = f"in {largest}; {len(of_kind)} of {len(found)} runs have such images"
+            shown.append((of_kind[largest], where))
+
+    rows = list[dict[str, Any]]()
+    for doubt, where in shown:
+        images = list[dict[str, Any]]()
+        for name in doubt.images[:MOST_LINKS]:
+            file = Path(name)
+            link = file.resolve().as_uri() if file.is_file() else None
+            images.append({"link": link, "short": "/".join(file.parts[-2:])})
+        rows.append({"doubt": doubt, "where": where, "images": images})
+    return rows
 
 
 def _other_notes(runs: Sequence[Run], rows_of_doubts: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -67,7 +67,9 @@ TURNED = Kind(
     "to_be_turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
 )
 SHORTCUTS = Kind("shortcuts", "classes that the file shows nearly without mistakes, without its picture", defect=True)
-LESSER_SHORTCUTS = Kind("perhaps_shortcuts", "classes recognised without the picture, in part or perhaps rightly")
+LESSER_SHORTCUTS = Kind(
+    "perhaps_shortcuts", "classes partly recognised without the picture, or by a simple property of it"
+)
 SOURCES = Kind("of_another_source", "properties (format, colours, size) that a split lacks, perhaps of another source")
 NEAR_DUPLICATES = Kind("nearly_duplicate", "nearly the same within a split")
 FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")

@@ -73,17 +73,17 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
         return Series(". ".join(filter(None, sentences)))
     if not _have_names(splits):
         return Series()
-    # What may be groups: the value of DATA.GROUP for it, what is compared, and the groups of each split
-    candidates = list[tuple[str, str, dict[str, list[str]]]]()
+    # What may be groups: the value of DATA.GROUP for it, where it is found, what it is, and the groups of each split
+    candidates = list[tuple[str, str, str, dict[str, list[str]]]]()
     column, group_of = group_column(data)
     if column:
         groups = dict[str, list[str]]()
         for title, samples in splits.items():
             groups[title] = [group_of.get(samples.name(image), "") for image in range(len(samples))]
-        candidates.append((column, f"In the column {column}, the values", groups))
+        candidates.append((column, f"In the column {column}", "value", groups))
     for setting, (pattern, in_words) in IN_NAMES.items():
-        candidates.append((setting, f"{in_words}, the names", _groups_by_name(splits, pattern)))
-    for setting, compared, groups in candidates:
+        candidates.append((setting, in_words, "name", _groups_by_name(splits, pattern)))
+    for setting, where, what, groups in candidates:
         divided = _divided_groups(groups)
         # A smaller fraction of each split may be chance.
         if divided.largest_fraction >= NOTED:
@@ -92,7 +92,7 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
             else:
                 effect = "names them; split by them"
             # divided.images is text, such as "3 of 10 validation images".
-            sentence = f"{compared} of {divided.images} are also those of images in another split"
+            sentence = f"{where}, {divided.images} have the {what} of an image in another split"
             advice = (
                 f"Compare those of {min(divided.groups)}: if they show one thing, 'DATA.GROUP={setting}' {effect} "
                 "(docs/splits.md)"

@@ -202,7 +202,7 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     said = "ant: format, colour mode and JPEG settings alone recognise 71 % (53 to 85 %) of its 28 training images, "
     assert told.startswith(said)
     assert re.search("; colours (grey: 20 of these, 0 of 16 others|RGB: 8 of these, 16 of 16 others)", told)
-    assert "note: classes recognised without the picture, in part or perhaps rightly: 1\n" in done.out
+    assert "note: classes partly recognised without the picture, or by a simple property of it: 1\n" in done.out
 
 
 def test_a_format_of_few_images_is_not_compared_with_classes(check: Check, tree: Path) -> None:
@@ -624,7 +624,7 @@ def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check
         class_name = CLASSES[number % 3]
         save_image(tmp_path / f"data/{class_name}/{name.format(number, class_name=class_name)}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert "the names of" not in said.out
+    assert "the name of" not in said.out
     for number in range(90):  # each class counts from 0
         place = f"data2/{CLASSES[number % 3]}/{name.format(number // 3, class_name=CLASSES[number % 3])}.jpg"
         save_image(tmp_path / place, number)
@@ -659,7 +659,7 @@ def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, s
     table.write_text("\n".join(rows))
     said, _ = check(table, dataset="csv")
     where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
-    named = rf"in the column Patient_ID, the values of {where} of {where} validation images are also .*\."
+    named = rf"in the column Patient_ID, {where} of {where} validation images have the value of an image .*\."
     example = r"Compare those of no \d+: if they show one thing,"
     assert re.search(rf"{named} {example} 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
     grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
@@ -676,15 +676,13 @@ def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Pat
         save_image(tmp_path / "data" / part / CLASSES[number % 4 % 3] / f"{name.format(person, number)}.jpg", number)
     said, _ = check(tmp_path / "data")
     images, does = ("36", "names them; split by them") if split else ("18", "keeps them on one side of the split")
-    hint = re.search(
-        r"the names of (\d+) of (\d+) validation images are also .* '(DATA\.GROUP=.*?)' (.*) \(docs", said.out
-    )
+    hint = re.search(r"(\d+) of (\d+) validation images have the name of .* '(DATA\.GROUP=.*?)' (.*) \(docs", said.out)
     assert hint
     assert (hint[2], hint[4]) == (images, does)
     assert 0.4 < int(hint[1]) / int(hint[2]) < 0.7
     assert hint[3] == f"DATA.GROUP=name{'_start' if 'shot' in name else ''}"
     grouped, _ = check(tmp_path / "data", hint[3])
-    assert "the names of" not in grouped.out
+    assert "the name of" not in grouped.out
     assert ("in more than one split, such as" in grouped.err) == split
 
 

@@ -264,8 +264,12 @@ def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page
 def test_runs_of_the_same_data_share_its_notes(page: Page, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"run-{number}") for number in range(7)]
     for run in runs:
-        (run / "data.json").write_text(json.dumps({"notes": ["Data: 100 images."]}))
+        of_name = {"series": f"{run.name[-1]} of 9", "namesakes": list(range(int(run.name[-1])))}
+        about = {"notes": ["Data: 100 images."], "images": {"validation": 9}, **of_name}
+        (run / "data.json").write_text(json.dumps(about))
     seen = page(*runs)
+    assert "Perhaps too high 6 of 9. (in run-6; 6 of 7 runs have such images)" in seen.text
+    assert seen.text.count("Perhaps too high") == 1, "one doubt of a kind, the largest"
     assert seen.text.count("Data: 100 images.") == 1
     assert "7 runs: run-0, run-1, run-2, run-3, run-4 and 2 more" in seen.text
 

@@ -51,8 +51,8 @@ BINS = 15
 DRAWS = 200
 """Number of times that labels are drawn, for the calibration error that chance alone gives"""
 INTERVALS = (
-    "In brackets: 95 % interval of the metric on other images like these. Where several show one thing, only "
-    "DATA.GROUP makes it hold for other things."
+    "In brackets: 95 % interval of the metric for other images like these. If several images show one thing, it is too "
+    "narrow for new things, unless DATA.GROUP names them."
 )
 
 

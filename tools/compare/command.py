@@ -506,9 +506,8 @@ def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
     training_part = f"{100 * (folds - 1) / folds:.0f} %"
     return [
         f"{name}: {'; '.join(results)}",
-        "  (after the last epoch, each image judged by the model that was not trained on it; this is what the recipe "
-        f"reaches with {training_part} of the images, on images like these, not what one of its {len(rows)} models "
-        "does)",
+        f"  (after the last epoch; each image is judged by that of the {len(rows)} models that was not trained on it: "
+        f"the accuracy of the recipe with {training_part} of the images, for images like these)",
     ]
 
 

@@ -44,7 +44,7 @@ MOST_CLASSES = 20
 MOST_PAIRS = 15
 MOST_MISTAKES = 12
 # Least size of a confusion that the top of the page names.
-NOTABLE_IMAGES = 2
+NOTABLE_IMAGES = 3
 NOTABLE_PERCENT = 5.0
 """Percent of the images of its class"""
 MOST_MEAN_MAPS = 12

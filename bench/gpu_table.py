@@ -124,7 +124,8 @@ def show(out: Path) -> None:
     if (profile := out / "profile.json").exists():
         for model, entry in json.loads(profile.read_text(encoding="utf-8"))["models"].items():
             failed = entry.get("failed") or entry.get("not_grouped")
-            print("", f"{model}, batch {entry['batch']}: {entry.get('sentence', failed)}", sep="\n")
+            said = failed or entry.get("sentence", "no time was left to group its trace")
+            print("", f"{model}, batch {entry['batch']}: {said}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -169,19 +169,21 @@ CLOCK = 0.002
 """Microseconds by which an event may seem to end too late: traces are written in nanoseconds, and rounded."""
 
 
-def read_trace(path: Path) -> list[Record]:
-    """Read the kernels from a trace of torch's profiler; from one without kernels, the operators of the CPU."""
+def read_trace(path: Path, of_gpu: bool) -> list[Record]:
+    """Read the kernels of a GPU, or the operators of a CPU, from a trace of torch's profiler."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        return records_of(json.load(file)["traceEvents"])
+        return records_of(json.load(file)["traceEvents"], of_gpu)
 
 
-def records_of(events: list[dict[str, Any]]) -> list[Record]:
-    """Return the device's events, each with the operators around its launch; without any, those of the CPU."""
+def records_of(events: list[dict[str, Any]], of_gpu: bool) -> list[Record]:
+    """Return the GPU's events, each with the operators around its launch; or the operators of the CPU."""
     timed = [event for event in events if "dur" in event]
     spans = nested([event for event in timed if event.get("cat") in ON_HOST])
+    if not of_gpu:
+        return operators_alone(spans)
     on_device = [event for event in timed if event.get("cat") in ON_DEVICE]
     if not on_device:
-        return operators_alone(spans)
+        raise ValueError("the trace has no kernels: the profiler could not record the GPU")
     # A kernel has the correlation of its launch. Should the launch be missing, the kernel also has the id of the
     # innermost operator.
     of_launch: dict[int, tuple[Operator, ...]] = {}

@@ -226,8 +226,8 @@ def main(argv: list[str]) -> int:
             entry["not_grouped"] = f"{type(error).__name__}: {error}"
         write_json(path, results)
         show(name, entry)
-    complete_ones = ["sentence" in entry for entry in results["models"].values()]
-    return EXIT_DONE if all(complete_ones) else EXIT_FAILED
+    failed = any("failed" in entry or "not_grouped" in entry for entry in results["models"].values())
+    return EXIT_FAILED if failed else EXIT_DONE
 
 
 def complete(entry: dict[str, Any], trace: Path, device: str) -> None:
@@ -235,7 +235,8 @@ def complete(entry: dict[str, Any], trace: Path, device: str) -> None:
     if "failed" in entry:
         return
     peaks = H200 if device.startswith("cuda: NVIDIA H200,") else None  # not the H200 NVL, which is slower
-    entry |= grouped(read_trace(trace), entry["updates"], entry["parameters"], peaks)
+    records = read_trace(trace, of_gpu=device.startswith("cuda"))
+    entry |= grouped(records, entry["updates"], entry["parameters"], peaks)
     entry["sentence"] = sentence(entry)
     entry.pop("not_grouped", None)
 
@@ -254,8 +255,9 @@ def record(line: ToolLine, results: dict[str, Any], name: str, batch: int, trace
 
 def show(name: str, entry: dict[str, Any]) -> None:
     print(f"\n{name}, batch {entry['batch']}, {'compiled' if entry['compiled'] else 'eager'}")
-    if "sentence" not in entry:
-        print(f"  failed: {entry.get('failed', entry.get('not_grouped'))}")
+    failed = entry.get("failed") or entry.get("not_grouped")
+    if failed:
+        print(f"  failed: {failed}")
         return
     print("\n".join(table(entry)))
     print(f"  {entry['unprofiled_ms']:.1f} ms an update without the profiler, {entry['ms']:.1f} with it")

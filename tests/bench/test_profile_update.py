@@ -27,7 +27,7 @@ from bench.kernel_groups import (
     records_of,
 )
 from bench.profile_update import main, sentence, table
-from utils.errors import EXIT_DONE
+from utils.errors import EXIT_DONE, EXIT_FAILED
 
 HALF = ["c10::BFloat16"] * 2
 NVJET = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"
@@ -128,8 +128,9 @@ def test_gaps_are_the_time_without_any_kernel() -> None:
     assert (entry["ms"], entry["gap_ms"], entry["overlap_ms"]) == (5.0, 1.5, 1.0)
 
 
-def host(name: str, start: float, duration: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": duration, "args": args}
+def host(name: str, start: float, duration: float, cat: str = "cpu_op", tid: int = 1, args: Any = None) -> Any:
+    about = args or {}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": duration, "args": about}
 
 
 def on_device(name: str, start: float, duration: float, correlation: int, external: int, cat: str = "kernel") -> Any:
@@ -140,21 +141,20 @@ def on_device(name: str, start: float, duration: float, correlation: int, extern
 def test_kernels_of_a_trace_have_what_launched_them() -> None:
     """By the launch's correlation, or by the operator's id where the launch is not in the trace."""
     shapes = {"Input Dims": [[64, 8], [8, 16]], "Input type": HALF}
+    operands = {"Input Dims": [[64, 16], [64, 16], []], "Input type": [*HALF, "Scalar"]}
     triton = "triton_poi_fused_gelu_3"
     events = [
         host("ProfilerStep#2", 0, 100, "user_annotation"),
-        host("aten::linear", 1, 9, **{"External id": 1}),
-        host("aten::mm", 2, 7, **{"External id": 2}, **shapes),
-        host("cudaLaunchKernelExC", 3, 1, "cuda_runtime", correlation=50),
-        host(
-            triton, 11, 3, **{"External id": 3, "Input Dims": [[64, 16], [64, 16], []], "Input type": [*HALF, "Scalar"]}
-        ),
-        host("cuLaunchKernelEx", 12, 1, "cuda_driver", correlation=51),
+        host("aten::linear", 1, 9, args={"External id": 1}),
+        host("aten::mm", 2, 7, args={"External id": 2, **shapes}),
+        host("cudaLaunchKernelExC", 3, 1, "cuda_runtime", args={"correlation": 50}),
+        host(triton, 11, 3, args={"External id": 3, **operands}),
+        host("cuLaunchKernelEx", 12, 1, "cuda_driver", args={"correlation": 51}),
         host("update.clip_gradients", 20, 10, "user_annotation"),
-        host("aten::_foreach_mul_", 21, 5, **{"External id": 4}),
-        host("cudaLaunchKernel", 22, 1, "cuda_runtime", correlation=52),
+        host("aten::_foreach_mul_", 21, 5, args={"External id": 4}),
+        host("cudaLaunchKernel", 22, 1, "cuda_runtime", args={"correlation": 52}),
         host("Ema.after_update", 40, 10, "user_annotation", tid=2),
-        host("aten::_foreach_lerp_", 41, 5, tid=2, **{"External id": 5}),
+        host("aten::_foreach_lerp_", 41, 5, tid=2, args={"External id": 5}),
         on_device(NVJET, 10, 5, 50, 2),
         on_device(triton, 16, 2, 51, 3),
         on_device(f"{FOREACH}TensorListMetadata<1>, BinaryOpScalarTensorFunctor<float>>", 30, 6, 52, 4),
@@ -162,7 +162,7 @@ def test_kernels_of_a_trace_have_what_launched_them() -> None:
         {**on_device("Ema.after_update", 50, 4, 0, 0), "cat": "gpu_user_annotation"},
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python"}},
     ]
-    entry = grouped(records_of(events), 1, 1000, H200)
+    entry = grouped(records_of(events, of_gpu=True), 1, 1000, H200)
     rows = {row["group"]: row for row in entry["rows"]}
     assert {group: row["ms"] for group, row in rows.items()} == {
         PRODUCTS: 5e-3,
@@ -179,11 +179,11 @@ def test_kernels_of_a_trace_have_what_launched_them() -> None:
 def test_operators_of_a_cpu_count_without_those_inside() -> None:
     events = [
         host("aten::linear", 0, 10),
-        host("aten::mm", 2, 6, **{"Input Dims": [[4, 8], [8, 2]], "Input type": HALF}),
+        host("aten::mm", 2, 6, args={"Input Dims": [[4, 8], [8, 2]], "Input type": HALF}),
         host("aten::copy_", 8, 1),
         host("aten::copy_", 12, 1),
     ]
-    entry = grouped(records_of(events), 1, 1, None)
+    entry = grouped(records_of(events, of_gpu=False), 1, 1, None)
     assert {row["what"]: row["ms"] for row in entry["rows"]} == pytest.approx(
         {"4 x 2 x 8": 6e-3, "aten::linear": 3e-3, "aten::copy_": 2e-3}
     )
@@ -206,11 +206,17 @@ def test_update_is_profiled_and_its_trace_grouped_again(tmp_path: Path, capsys: 
     assert busy + entry["gap_ms"] - entry["overlap_ms"] == pytest.approx(entry["ms"])
     assert "eager" in capsys.readouterr().out
 
-    path.write_text(json.dumps(results | {"device": "cuda: NVIDIA H200, 140 GiB"}), encoding="utf-8")
+    for key in ("groups", "rows", "sentence"):
+        del entry[key]
+    path.write_text(json.dumps(results), encoding="utf-8")
     assert main([*words, "-from_traces"]) == EXIT_DONE
     again = json.loads(path.read_text(encoding="utf-8"))["models"]["vit_tiny_patch16_224"]
-    assert again["ms"] == entry["ms"]
-    assert again["percent_of_peak"] is not None
+    assert {group["group"]: group for group in again["groups"]} == groups
+
+    # A trace without kernels, such as where CUPTI is missing, must not pass for that of a GPU.
+    path.write_text(json.dumps(results | {"device": "cuda: NVIDIA H200, 140 GiB"}), encoding="utf-8")
+    assert main([*words, "-from_traces"]) == EXIT_FAILED
+    assert "no kernels" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("device", "kept"), [("cuda: NVIDIA H200, 140 GiB", True), ("cpu: EPYC, 1 thread", False)])

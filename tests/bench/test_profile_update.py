@@ -15,6 +15,7 @@ from bench.kernel_groups import (
     FORWARD,
     H200,
     LOSS,
+    METRICS,
     OPTIMISER,
     OTHER,
     POINTWISE,
@@ -155,7 +156,7 @@ def test_kernels_of_a_trace_have_what_launched_them() -> None:
         host("cudaLaunchKernel", 22, 1, "cuda_runtime", args={"correlation": 52}),
         host("Ema.after_update", 40, 10, "user_annotation", tid=2),
         host("aten::_foreach_lerp_", 41, 5, tid=2, args={"External id": 5}),
-        on_device(NVJET, 10, 5, 50, 2),
+        on_device(NVJET, 10, 5, 50, 0),
         on_device(triton, 16, 2, 51, 3),
         on_device(f"{FOREACH}TensorListMetadata<1>, BinaryOpScalarTensorFunctor<float>>", 30, 6, 52, 4),
         on_device("void at::native::elementwise_kernel<128>", 50, 4, 53, 5),
@@ -198,7 +199,7 @@ def test_update_is_profiled_and_its_trace_grouped_again(tmp_path: Path, capsys: 
     results = json.loads(path.read_text(encoding="utf-8"))
     entry = results["models"]["vit_tiny_patch16_224"]
     groups = {group["group"]: group for group in entry["groups"]}
-    assert {PRODUCTS, OPTIMISER, EMA, CLIPPING, POINTWISE} <= groups.keys()
+    assert {PRODUCTS, OPTIMISER, EMA, CLIPPING, METRICS, POINTWISE} <= groups.keys()
     assert groups[EMA]["bytes"] == 12 * entry["parameters"]
     first_product = next(row for row in entry["rows"] if row["what"] == "8 x 192 x 768")  # 4 patches of 2 images
     assert first_product["calls"] == 1

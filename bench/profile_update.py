@@ -12,7 +12,8 @@ in a process of its own: first timed without the profiler, then recorded with it
 A group of kernels has its time per update, its work, and the time of a perfect kernel, which computes at the peak or
 moves each operand once at full bandwidth, whichever takes longer. It does the work of the kernels that there are: to
 fuse them would save more. Unknown is `-`, in JSON null. Without a GPU the operators take the place of kernels, each
-without the operators that it calls; peaks are then unknown.
+without the operators that it calls; peaks are then unknown. The percentage of the peak of a whole update counts all
+that its products and its attention compute, also scores that the backward pass computes anew.
 
 -out gets profile.json, and the trace of each model for chrome://tracing. More on measuring: docs/benchmarks.md.
 """
@@ -72,8 +73,6 @@ OWN = (
 TOOL = Tool(NAME, __doc__, OWN, places=(MODELS,), folder="bench")
 WARMUP = 2
 """Updates with the profiler before the recorded ones: it initialises itself in the first."""
-
-
 SMALL = 0.005
 """Rows below this fraction of the update are one row in the log."""
 
@@ -85,11 +84,13 @@ def sentence(entry: dict[str, Any]) -> str:
     for row in entry["groups"]:
         ms[row["group"]] = row["ms"]
         peak[row["group"]] = row["percent_of_peak"]
-    parts = [f"{ms[PRODUCTS]:.1f} are matrix products{at_peak(peak.get(PRODUCTS))}"]
+    parts = [f"{ms[PRODUCTS]:.1f} are matrix products{of_peak(peak.get(PRODUCTS))}"]
     halves = []
     for group, word in ((FORWARD, "forward"), (BACKWARD, "backward")):
         if group in peak:
-            halves.append(f"{word} {ms[group]:.1f}{at_peak(peak[group])}")
+            percent = peak[group]
+            at = "" if percent is None else f" at {percent:.0f} %"
+            halves.append(f"{word} {ms[group]:.1f}{at}")
     if halves:
         parts.append(f"{ms[FORWARD] + ms[BACKWARD]:.1f} attention ({', '.join(halves)})")
     parts.append(f"{ms[POINTWISE]:.1f} pointwise and norms")
@@ -100,12 +101,12 @@ def sentence(entry: dict[str, Any]) -> str:
     saving = "; peaks of this device are unknown"
     if known:
         saving = f"; perfect kernels would save {sum(known):.1f} ms where the bound is known"
-    whole_update = f"{entry['ms']:.1f} ms an update{at_peak(entry['percent_of_peak'])}"
-    return f"Of {whole_update} {', '.join(parts)}{saving}."
+    whole_update = f"{entry['ms']:.1f} ms an update{of_peak(entry['percent_of_peak'])}"
+    return f"Of {whole_update}, {', '.join(parts)}{saving}."
 
 
-def at_peak(percent: float | None) -> str:
-    return "" if percent is None else f" at {percent:.0f} % of the peak"
+def of_peak(percent: float | None) -> str:
+    return "" if percent is None else f" ({percent:.0f} % of the peak)"
 
 
 def table(entry: dict[str, Any]) -> list[str]:

@@ -86,7 +86,7 @@ def test_product_is_compared_with_the_peak() -> None:
     assert row["bytes"] == 2 * (50432 * 768 + 768 * 2304 + 50432 * 2304)
     assert row["percent_of_peak"] == pytest.approx(50)
     assert row["saves_ms"] == pytest.approx(shortest / 1000)
-    assert f"Of {2 * shortest / 1000:.1f} ms an update at 50 % of the peak" in sentence(entry)
+    assert f"Of {2 * shortest / 1000:.1f} ms an update (50 % of the peak), " in sentence(entry)
 
 
 def test_narrow_product_is_bound_by_memory() -> None:

@@ -41,11 +41,12 @@ FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, 
 ATTENTION = {
     "vitamp::packed_attention": (FORWARD, 3),
     "vitamp::packed_attention_backward": (BACKWARD, 1),
-    **{
-        f"aten::_scaled_dot_product_{kind}_attention{suffix}": (group, 1)
-        for kind in ("flash", "efficient", "cudnn")
-        for suffix, group in (("", FORWARD), ("_backward", BACKWARD))
-    },
+    "aten::_scaled_dot_product_flash_attention": (FORWARD, 1),
+    "aten::_scaled_dot_product_flash_attention_backward": (BACKWARD, 1),
+    "aten::_scaled_dot_product_efficient_attention": (FORWARD, 1),
+    "aten::_scaled_dot_product_efficient_attention_backward": (BACKWARD, 1),
+    "aten::_scaled_dot_product_cudnn_attention": (FORWARD, 1),
+    "aten::_scaled_dot_product_cudnn_attention_backward": (BACKWARD, 1),
 }
 """Operators of attention, their group, and how many tensors as large as the queries their first input holds."""
 GELU = {"vitamp::gelu_with_bias": 2, "vitamp::gelu_with_bias_backward": 3}

@@ -2,7 +2,7 @@
 """Show what bench/on_gpu.sh found, as one table in words.
 
 python bench/gpu_table.py on_gpu            # show it
-python bench/gpu_table.py on_gpu -write     # put speeds into docs/results and README.md
+python bench/gpu_table.py on_gpu -write     # put speeds into docs/results and README.md, a profile into docs/results
 """
 
 import json
@@ -83,12 +83,16 @@ def write(out: Path) -> None:
     here = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
-    for name in (*(f"peers_{size}" for size in SIZES), "levers"):
+    for name in (*(f"peers_{size}" for size in SIZES), "levers", "profile"):
         if (new := out / f"{name}.json").exists():
             results = json.loads(new.read_text(encoding="utf-8"))
+            if name == "profile" and "H200" not in results["device"]:
+                continue  # a trial of the script without a GPU
             if not results["git"] or results["git"]["changed"]:  # the GPU's machine had a copy of this checkout
                 results["git"] = {"commit": here, "changed": False}
             kept = RESULTS / f"gpu_{name.removeprefix('peers_')}.json"
+            if name == "profile":
+                kept = RESULTS / "profile_h200.json"
             kept.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     text = "\n".join([BEGIN, *kept_table(), END])
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
@@ -117,6 +121,11 @@ def show(out: Path) -> None:
             numbers = [turn["images_per_second"] for turn in turns if "failed" not in turn]
             failed = next((turn["failed"] for turn in turns if "failed" in turn), "not measured")
             print(f"| {name} | {format(statistics.median(numbers), ',.0f') if numbers else failed} |")
+    if (profile := out / "profile.json").exists():
+        for model, entry in json.loads(profile.read_text(encoding="utf-8"))["models"].items():
+            failed = entry.get("failed") or entry.get("not_grouped")
+            said = failed or entry.get("sentence", "no time was left to group its trace")
+            print("", f"{model}, batch {entry['batch']}: {said}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 #
 #   first    commands that users type first, side by side
 #   tests    tests/gpu
+#   profile  which kernels take the time of an update, and what perfect ones would save: ViT-S, B and L, in bf16
 #   speed    vitamp beside timm: ViT-S and B, then L if there is time, in fp16 and bf16, compiled and eager
 #   levers   what compiling and each kernel contribute
 #
@@ -24,7 +25,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT="$(realpath -m "${OUT:-on_gpu}")" DEVICE="${DEVICE:-cuda}" PYTHON="${PYTHON:-python3}"
 deadline=$((60 * ${MINUTES:-11}))
 parts=("$@")
-((${#parts[@]})) || parts=(first tests speed levers)
+((${#parts[@]})) || parts=(first tests profile speed levers)
 work="$(mktemp -d)"
 mkdir -p "$OUT" "$work/logs"
 rm -f "$OUT"/*.json* "$OUT"/*.log "$OUT"/table.md
@@ -69,12 +70,13 @@ if [[ $DEVICE == cpu ]]; then
     auto=("${recipe[@]}" -dataset synthetic -epochs 1 TRAIN.MEMORY_LIMIT=1)
     digits=(-cfg configs/vit_digits.yaml -epochs 4) half=bf16 limit_tests=900
     sizes=('tiny 4 -image_size 32 -updates 1') precisions=bf16 levers=(tiny 4 -image_size 32 -iters 1) rounds=1
+    profiled=(-image_size 32 -updates 2)
 else
     recipe=(-cfg configs/vit_small_patch16_224.yaml -batch_size 64 DATA.SYNTHETIC_TRAIN=1280)
     auto=("${recipe[@]}" -dataset synthetic -epochs 1 TRAIN.MEMORY_LIMIT=6)
     digits=(-cfg configs/vit_digits.yaml) half=fp16 limit_tests=180
     sizes=('small 512 -updates 12' 'base 256 -updates 12' 'large 128 -updates 12') precisions=fp16,bf16 rounds=3
-    levers=(base 128 -iters 12)
+    levers=(base 128 -iters 12) profiled=(-updates 10)
 fi
 synthetic=("${recipe[@]}" -dataset synthetic DATA.SYNTHETIC_VAL=64 -num_workers 2 -epochs 1)
 
@@ -120,6 +122,16 @@ tests() {
         -m 'not slow'
     run timed_tests 60 "${pytest[@]}" -n 0 --timing only
     cp "$work"/logs/*tests.log "$OUT" || true
+}
+
+profile() {
+    local size words models=()
+    for size in "${sizes[@]}"; do
+        read -r -a words <<<"$size"
+        models+=("${words[0]}:${words[1]}")
+    done
+    run profile 240 "$PYTHON" bench/profile_update.py "${models[@]}" -device "$DEVICE" "${profiled[@]}" -out "$OUT"
+    cp "$work/logs/profile.log" "$OUT" || true
 }
 
 speed() {

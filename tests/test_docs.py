@@ -227,7 +227,7 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
 
 TOOLS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 WITH_FLAGS = ["main_single_gpu.py", "main_multi_gpu.py", *(f"scripts/{name}" for name in TOOLS)]
-WITH_FLAGS += ["bench/loading.py", "bench/simulate_loading.py"]
+WITH_FLAGS += ["bench/loading.py", "bench/profile_update.py", "bench/simulate_loading.py"]
 
 
 @pytest.mark.parametrize("script", WITH_FLAGS)

@@ -118,10 +118,10 @@ class Ours:
         set_up_device(config, device, ALONE)
         tuned = tuned_model(config, device)
         tuned.model.train()
-        self._parts = build_train_state(config, ALONE, tuned, UPDATES_PER_EPOCH)
-        how, why = choose_compiling(config, self._parts, ALONE, 0, {})
+        self.parts = build_train_state(config, ALONE, tuned, UPDATES_PER_EPOCH)
+        how, why = choose_compiling(config, self.parts, ALONE, 0, {})
         self.choices = tuned.choices | {"compile": how, "compile_why": why}
-        self._parts.assemble()
+        self.parts.assemble()
         self._done = 0
 
     def train(self, batches: list[Batch]) -> None:
@@ -129,12 +129,12 @@ class Ours:
         for batch in batches:
             self._done += 1
             share = MicroBatch(0, batch.indices.numpy(), 1.0)
-            train_update(self._parts, Window((share,), iter((batch,))), self._done)
+            train_update(self.parts, Window((share,), iter((batch,))), self._done)
 
     def train_one(self, batch: Batch) -> float:
         """Train one update and return its loss."""
         self.train([batch])
-        return self._parts.meters.read(self._parts.precision.scale_tensor(), 0.0).update.loss
+        return self.parts.meters.read(self.parts.precision.scale_tensor(), 0.0).update.loss
 
 
 class Timm:

@@ -129,26 +129,27 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
 
 def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source) -> Doubt | None:
     """Return the doubt that images with relatives in training raise: copies, look-alikes, images of their group."""
+    related = data.get("related", [])
+    images = "validation images"
+    if result is not None:
+        related = result.related
+        images = f"{result.image}s"
+    total = result.images if result is not None and result.images else data.get("images", {}).get("validation", 0)
     copies = data.get("copies") or {}
-    related = data.get("related", []) if result is None else result.related
-    images = "validation images" if result is None else f"{result.image}s"
     number = max(len(related), copies.get("found", 0))
+    sentence = _relatives_in_words(data, number, total, images)
+    if not sentence:
+        return None
+
     command = ""
     if source.run is not None:
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
-    shows = f"`{command}-alike DIR` shows them"
-    if number == 0:  # some may look alike, without being relatives
-        look_alike = alike_in_words(data.get("alike") or [], f"{images} look like training images")
-        return Doubt("relatives", look_alike, advice=shows) if look_alike else None
-
-    total = data["images"]["validation"] if result is None or result.images is None else result.images
-    alike = data.get("alike") or []
-    if may_be_copies(alike) and not copies.get("found") and number <= LookAlikes(*alike).images:
-        sentence = f"{number:,} of {total:,} {images} look like training images, as edited copies do"
-    else:
-        sentence = f"at least {number:,} of {total:,} {images} have relatives in training"
-    doubt = Doubt("relatives", sentence)
+    doubt = Doubt("relatives", sentence, advice=f"`{command}-alike DIR` shows them")
+    if number == 0:
+        return doubt
+    doubt.advice += "; -split FILE divides the images, with these in one part"
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
+    doubt.images = [copy for copy, _original in copies.get("examples", [])]
     if result is not None and result.is_right is not None:
         has_relatives = _marked(related, len(result.is_right))
         may_have = has_relatives | _marked(data.get("namesakes", []), len(result.is_right))
@@ -156,9 +157,21 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     # Training sees the originals of copies.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
         doubt.sentence += "; the choice of the best checkpoint favours one that has memorised them"
-    doubt.advice = f"{shows}; -split FILE divides the images, with these in one part"
-    doubt.images = [copy for copy, _original in copies.get("examples", [])]
     return doubt
+
+
+def _relatives_in_words(data: Mapping[str, Any], number: int, total: int, images: str) -> str:
+    """Say how many images have relatives in training, or only look as if; '' if none do.
+
+    `number`: how many have. `total`: of so many. `images`: what they are called.
+    """
+    alike = data.get("alike") or []
+    if number == 0:  # some may look alike, without being relatives
+        return alike_in_words(alike, f"{images} look like training images")
+    has_copies = (data.get("copies") or {}).get("found", 0) > 0
+    if may_be_copies(alike) and not has_copies and number <= LookAlikes(*alike).images:
+        return f"{number:,} of {total:,} {images} look like training images, as edited copies do"
+    return f"at least {number:,} of {total:,} {images} have relatives in training"
 
 
 def _marked(indices: Sequence[int], images: int) -> np.ndarray:

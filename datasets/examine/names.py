@@ -73,35 +73,35 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
         return Series(". ".join(filter(None, sentences)))
     if not _have_names(splits):
         return Series()
-    # What may be groups: the value of DATA.GROUP for it, where it is found, what it is, and the groups of each split
-    candidates = list[tuple[str, str, str, dict[str, list[str]]]]()
+    # What may be groups: the value of DATA.GROUP for it, what images share, and the groups of each split
+    candidates = list[tuple[str, str, dict[str, list[str]]]]()
     column, group_of = group_column(data)
     if column:
         groups = dict[str, list[str]]()
         for title, samples in splits.items():
             groups[title] = [group_of.get(samples.name(image), "") for image in range(len(samples))]
-        candidates.append((column, f"In the column {column}", "value", groups))
+        candidates.append((column, f"their value in the column {column}", groups))
     for setting, (pattern, in_words) in IN_NAMES.items():
-        candidates.append((setting, in_words, "name", _groups_by_name(splits, pattern)))
-    for setting, where, what, groups in candidates:
-        divided = _divided_groups(groups)
-        # A smaller fraction of each split may be chance.
-        if divided.largest_fraction >= NOTED:
-            if comes_unsplit(data):
-                effect = "keeps them on one side of the split"
-            else:
-                effect = "names them; split by them"
-            # divided.images is text, such as "3 of 10 validation images".
-            sentence = f"{where}, {divided.images} have the {what} of an image in another split"
-            advice = (
-                f"Compare those of {min(divided.groups)}: if they show one thing, 'DATA.GROUP={setting}' {effect} "
-                "(docs/splits.md)"
-            )
-            in_training = set(groups["training"])
-            validation = enumerate(groups.get("validation", []))
-            namesakes = [index for index, group in validation if group and group in in_training]
-            return Series(sentence, advice, group=setting, namesakes=namesakes)
-    return Series()
+        candidates.append((setting, in_words, _groups_by_name(splits, pattern)))
+
+    # The coarsest groups that are divided keep most together, such as those of a patient with several series.
+    setting, shared, groups = max(candidates, key=lambda candidate: _divided_groups(candidate[2]).largest_fraction)
+    divided = _divided_groups(groups)
+    if divided.largest_fraction < NOTED:  # a smaller fraction of each split may be chance
+        return Series()
+    effect = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
+    in_training = set(groups["training"])
+    validation = enumerate(groups.get("validation", []))
+    return Series(
+        # divided.images is text, such as "3 of 10 validation images".
+        sentence=f"{divided.images} share {shared} with an image in another split",
+        advice=(
+            f"Look at those of {min(divided.groups)}: if they come from one person, object or scene, "
+            f"'DATA.GROUP={setting}' {effect} (docs/splits.md)"
+        ),
+        group=setting,
+        namesakes=[index for index, group in validation if group and group in in_training],
+    )
 
 
 def _sentence_on_groups(splits: Mapping[str, Samples], setting: str) -> str:

@@ -181,7 +181,7 @@ def _class_counts(findings: Findings) -> str:
         )
     text += f" in {len(size_of_class):,} classes, {sizes}"
     if findings.largest_class_percent is not None:
-        text += f". Always guessing the largest class would give {findings.largest_class_percent:.1f} % in validation"
+        text += f". In validation, always guessing its largest class would give {findings.largest_class_percent:.1f} %"
     return text
 
 

@@ -14,10 +14,10 @@ from utils.text import counted
 
 IN_NAMES = {
     # For a file whose name is a number, the group is its folder.
-    "name": ("([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$", "Without their last number"),
-    "name_start": ("([^/_ -]+)[^/]*$", "Up to their first -, _ or blank"),
+    "name": ("([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$", "their name but for its last number"),
+    "name_start": ("([^/_ -]+)[^/]*$", "the start of their name, up to its first -, _ or blank,"),
 }
-"""Words for DATA.GROUP -> a pattern that finds the group in a path, and which part of the file's name it takes"""
+"""Words for DATA.GROUP -> a pattern that finds the group in a path, and what images of a group share, in words"""
 
 
 def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +107,8 @@ def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
         match = pattern.search(path)
         if match is None or match[part_of_match] is None:
             raise UserError(
-                f"{setting}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
+                f"{setting}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, a column, name or "
+                "name_start."
             )
         groups.append(match[part_of_match])
     return groups

@@ -29,6 +29,8 @@ MOST = 7
 """Most doubts that are shown; those of the smallest effect are left out."""
 FEW = 100
 """With fewer validation images than this, folds are advised."""
+CHANCE = "chance"
+"""Kind of the doubt that the number of images leaves"""
 UNWARNED = ("names", "shortcut")
 """Kinds of doubts that the start of a run does not warn of, since they may be nothing"""
 FEWEST_COMPARED = 5
@@ -114,10 +116,10 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     if result is not None:
         found += [_by_chance(data, result, source), _by_choice(result, source), *result.problems]
     known = [doubt for doubt in found if doubt is not None]
-    # Whatever makes it too high, it is not worth more than all that is above guessing.
+    # What makes it too high is not worth more than all that is above guessing, below which only chance may lead.
     if result is not None and result.guess is not None:
         for doubt in known:
-            if doubt.points is not None:
+            if doubt.points is not None and doubt.kind != CHANCE:
                 doubt.points = min(doubt.points, max(result.value - result.guess, 0.0))
     if result is None:
         # Before anything is measured, the points only say how many images are concerned, as the sentences do.
@@ -151,9 +153,7 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     if result is not None and result.is_right is not None:
-        has_relatives = _marked(related, len(result.is_right))
-        may_have = has_relatives | _marked(data.get("namesakes", []), len(result.is_right))
-        _compare(doubt, result, has_relatives, "on them", ~may_have, "on the others")
+        _compare_with_unrelated(doubt, result, _marked(related, len(result.is_right)), data)
     # Training sees the originals of copies.
     if result is not None and result.validations > 1 and known_to_training(dict(data)):
         doubt.sentence += "; the choice of the best checkpoint favours one that has memorised them"
@@ -181,16 +181,29 @@ def _marked(indices: Sequence[int], images: int) -> np.ndarray:
     return marks
 
 
+def _compare_with_unrelated(doubt: Doubt, result: Result, chosen: np.ndarray, data: Mapping[str, Any]) -> None:
+    """Compare top-1 on some images with that on those without any sign of a relative in training, as `_compare` does.
+
+    `chosen`: whether each image is one of those with relatives, or of those with the name of a training image.
+    """
+    has_sign = chosen | _marked(result.related, len(chosen)) | _marked(data.get("namesakes", []), len(chosen))
+    others = f"the other {(~has_sign).sum():,}"
+    if (has_sign & ~chosen).any():
+        others = f"the {(~has_sign).sum():,} with neither relatives nor such names"
+    _compare(doubt, result, easy=chosen, on_easy="on them", telling=~has_sign, on_telling=f"on {others}")
+
+
 def _compare(
     doubt: Doubt, result: Result, easy: np.ndarray, on_easy: str, telling: np.ndarray, on_telling: str
 ) -> None:
     """Add to a doubt top-1 on images that may be easier than new ones, and on telling ones, which are like new ones.
 
     The doubt's points become those by which top-1 on all images is above that on the telling ones, and its effect is
-    only perhaps if that may be chance. Nothing is added if either are too few. `easy`, `telling`: whether each image is
-    such a one. `on_easy`, `on_telling`: words for where that is.
+    only perhaps if that may be chance. Nothing is added if either are too few, or of too few groups.
+
+    `easy`, `telling`: whether each image is such a one. `on_easy`, `on_telling`: words for where that is.
     """
-    if min(easy.sum(), telling.sum()) < FEWEST_COMPARED:
+    if not (easy.any() and telling.any()):
         return
     is_right = np.asarray(result.is_right)
     group_of = np.array(result.groups) if len(result.groups) else np.arange(len(is_right))
@@ -203,6 +216,8 @@ def _compare(
         percents.append(percent)
         independent.append(images)
         texts.append(f"{percent:.2f} % ({wilson(percent, images).words()})")
+    if min(independent) < FEWEST_COMPARED:
+        return
     doubt.sentence += f": top-1 {texts[0]} {on_easy}, {texts[1]} {on_telling}"
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
     doubt.points = max(100 * float(is_right.mean()) - percents[1], 0.0)
@@ -255,10 +270,7 @@ def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
     sentence = data["series"][0].lower() + data["series"][1:]
     doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=data.get("series_advice", ""))
     if result is not None and result.is_right is not None:
-        images = len(result.is_right)
-        is_namesake = _marked(namesakes, images)
-        may_have = is_namesake | _marked(result.related, images)
-        _compare(doubt, result, is_namesake, "on them", ~may_have, "on the others")
+        _compare_with_unrelated(doubt, result, _marked(namesakes, len(result.is_right)), data)
     return doubt
 
 
@@ -286,7 +298,7 @@ def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt
     groups = len(set(result.groups))
     if 0 < groups < result.images:
         sentence += f". The interval allows for their {counted(groups, 'group')} (DATA.GROUP)"
-    return Doubt("chance", sentence, points=result.value - result.interval.low, advice=advice)
+    return Doubt(CHANCE, sentence, points=result.value - result.interval.low, advice=advice)
 
 
 def _advice_of_folds(source: Source, group: str) -> str:

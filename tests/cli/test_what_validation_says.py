@@ -136,16 +136,20 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     is_right = np.array([True] * 60 + [True, False] * 40)
     start = "at least 60 of 140 validation images have relatives in training"
     measured = f"{start}: top-1 100.00 % (93.98 to 100.00 %) on them, "
-    others = "50.00 % (39.30 to 60.70 %) on the others"
+    others = "50.00 % (39.30 to 60.70 %) on the other 80"
     assert relatives(is_right, range(60)) == f"Up to 21.4 points too high: {measured}{others}."
     assert others not in relatives(is_right, range(60), [f"{number // 30}" for number in range(140)])
-    assert relatives(is_right, range(0, 140, 2)).endswith("on the others.")
-    assert relatives(np.ones(140, bool), range(60)).endswith("on the others, a difference that may be chance.")
+    assert relatives(is_right, range(0, 140, 2)).endswith("on the other 70.")
+    assert relatives(np.ones(140, bool), range(60)).endswith("on the other 80, a difference that may be chance.")
     # Few relatives, or no image that surely is none: the fraction of the relatives is a bound.
     assert relatives(is_right, [0]).startswith("Up to 0.7 points too high: at least 1 of 140 ")
     assert ":" not in relatives(is_right, range(140)).partition("high: ")[2]
     assert relatives(is_right, range(60), namesakes=range(140)) == f"Up to 42.9 points too high: {start}."
     assert relatives(is_right, []) == ""
+    some = relatives(is_right, range(60), namesakes=range(70))
+    assert some.endswith("50.00 % (38.60 to 61.40 %) on the 70 with neither relatives nor such names.")
+    few_groups = relatives(is_right, range(60), [f"{number // 47}" for number in range(140)])
+    assert "top-1" not in few_groups, "of two groups, no interval says anything"
     looks = doubts({"alike": [2, 140, 1], "images": {"validation": 140}, "related": [0, 1]})
     assert looks[0].sentence == "2 of 140 validation images look like training images, as edited copies do"
     assert looks[0].effect == "Perhaps too high", "nothing is measured yet"
@@ -161,7 +165,7 @@ def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
     is_right = np.array([True] * 60 + [False] * 20)
     (doubt,) = doubts(data, Result(TOP1, 75.0, guess=60.0, is_right=is_right))
     assert doubt.points == 15, "at most what is above guessing"
-    assert "top-1 100.00 % (91.24 to 100.00 %) on them, 50.00 % (35.20 to 64.80 %) on the others" in doubt.sentence
+    assert "top-1 100.00 % (91.24 to 100.00 %) on them, 50.00 % (35.20 to 64.80 %) on the other 40" in doubt.sentence
     assert doubts({"series": "DATA.GROUP name: 3 groups in more than one split"}) == []
     result = Result(TOP1, 75.0, Interval(65.0, 83.0), images=80)
     chance = doubts(data | {"series_group": "name_start"}, result, Source(Path("run"), Splits(unsplit=True)))[1]

@@ -624,12 +624,12 @@ def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check
         class_name = CLASSES[number % 3]
         save_image(tmp_path / f"data/{class_name}/{name.format(number, class_name=class_name)}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert "the name of" not in said.out
+    assert "with an image in another split" not in said.out
     for number in range(90):  # each class counts from 0
         place = f"data2/{CLASSES[number % 3]}/{name.format(number // 3, class_name=CLASSES[number % 3])}.jpg"
         save_image(tmp_path / place, number)
     said, _ = check(tmp_path / "data2")
-    assert "Up to their first" not in said.out or name.startswith("shot")
+    assert "the start of their name" not in said.out or name.startswith("shot")
 
 
 def test_groups_with_different_labels_are_named(check: Check, tmp_path: Path) -> None:
@@ -659,11 +659,11 @@ def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, s
     table.write_text("\n".join(rows))
     said, _ = check(table, dataset="csv")
     where, does = ("18", "names them; split by them") if split else ("9", "keeps them on one side of the split")
-    named = rf"in the column Patient_ID, {where} of {where} validation images have the value of an image .*\."
-    example = r"Compare those of no \d+: if they show one thing,"
+    named = rf"{where} of {where} validation images share their value in the column Patient_ID with an image in .*\."
+    example = r"Look at those of no \d+: if they come from one person, object or scene,"
     assert re.search(rf"{named} {example} 'DATA.GROUP=Patient_ID' {does} \(docs", said.out)
     grouped, _ = check(tmp_path / "data", "DATA.GROUP=Patient_ID", dataset=f"csv:{table}")
-    assert "In the column" not in grouped.text
+    assert "in the column" not in grouped.text
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -676,13 +676,13 @@ def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Pat
         save_image(tmp_path / "data" / part / CLASSES[number % 4 % 3] / f"{name.format(person, number)}.jpg", number)
     said, _ = check(tmp_path / "data")
     images, does = ("36", "names them; split by them") if split else ("18", "keeps them on one side of the split")
-    hint = re.search(r"(\d+) of (\d+) validation images have the name of .* '(DATA\.GROUP=.*?)' (.*) \(docs", said.out)
+    hint = re.search(r"(\d+) of (\d+) validation images share .* name.* '(DATA\.GROUP=.*?)' (.*) \(docs", said.out)
     assert hint
     assert (hint[2], hint[4]) == (images, does)
     assert 0.4 < int(hint[1]) / int(hint[2]) < 0.7
     assert hint[3] == f"DATA.GROUP=name{'_start' if 'shot' in name else ''}"
     grouped, _ = check(tmp_path / "data", hint[3])
-    assert "the name of" not in grouped.out
+    assert "with an image in another split" not in grouped.out
     assert ("in more than one split, such as" in grouped.err) == split
 
 

@@ -247,7 +247,8 @@ def _rows_of_doubts(found: dict[str, list[Doubt]]) -> list[dict[str, Any]]:
 
 def _other_notes(runs: Sequence[Run], rows_of_doubts: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Return what the runs reported of their data before training, as `data_notes` does, without what doubts say."""
-    said = tuple(row["doubt"].sentence.lower() for row in rows_of_doubts)
+    # A doubt goes on after a colon with what was measured.
+    said = tuple(row["doubt"].sentence.partition(":")[0].lower() for row in rows_of_doubts)
     return {line: names for line, names in data_notes(runs).items() if not line.lower().startswith(said)}
 
 

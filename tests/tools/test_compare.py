@@ -358,7 +358,7 @@ def test_one_recipe_is_judged_by_all_its_folds(compare: Call, trainings: Trainin
     assert f"right on {sum(right):,} of the 1,797 images (95 % interval {found['low']:.2f} to " in said.out
     mean = statistics.fmean(row["last_acc1"] for row in rows)
     assert re.search(rf"; accuracy from fold to fold {mean:.2f} ± [\d.]+ \({low} to {high}\)\n", said.out)
-    assert "this is what the recipe reaches with 50 % of the images" in said.out
+    assert "the accuracy of the recipe with 50 % of the images" in said.out
     assert "baseline" not in said.out, "nothing is as fast as nothing"
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert f"right on {sum(right):,} of the 1,797 images" in page

@@ -142,7 +142,8 @@ def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
     validated = vitamp(tmp_path / "run", script="scripts/evaluate.py", code=0).text
     known = "at least 2 of 10 validation images have relatives in training"
     assert known in validated
-    assert known in done.text
+    vitamp(tmp_path / "run", "-no_predictions", script="scripts/report.py", code=0)
+    assert f"<dd>{known[0].upper()}{known[1:]}" in (tmp_path / "run/report.html").read_text()
 
     data = DataConfig(DATASET=kind, DATA_PATH=str(path), GROUP=group)
     train = open_dataset(data, True, 2, 0, torch.device("cpu"))

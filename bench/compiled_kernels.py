@@ -234,7 +234,9 @@ def kernels_of(scheduler: Any) -> Iterator[Kernel]:
         return sorted(found, key=lambda buffer: -buffer.bytes)
 
     for node in scheduler.nodes:
-        reads = buffers(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False))
+        accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
+        own = node.get_buffer_names()  # what a kernel writes it has in registers, and does not read
+        reads = buffers({name: size for name, size in accesses.items() if name not in own})
         writes = buffers(node.get_read_write_buffer_accesses(include_reads=False, include_writes=True))
         if not reads and not writes:
             continue

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from datasets import Batch
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
+from engine.compile.fewer_bytes import SaveResiduals, rewrite_blocks
 from engine.inputs.batches import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
@@ -85,6 +86,7 @@ class Compiling(Callback):
             self._compile_blocks(to.forward, options)
             self._compute = to.eager  # which calls the compiled blocks
         else:
+            rewrite_blocks(to.forward, self._precision.fp8)
             self._compute = self._compile_whole(options)
         to.compute = self
 
@@ -209,6 +211,7 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores other ranks and a CPU quota
         inductor.compile_threads = min(inductor.compile_threads or 1, world.own_cores)
+    inductor.joint_custom_post_pass = SaveResiduals()
     inductor.fallback_random = True  # the same dropout and stochastic depth as in eager mode
     if precision.device.type == "cpu":  # it warns about a missing GPU if the CUDA toolkit is installed
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -67,19 +67,16 @@ def rewrite_blocks(model: nn.Module, fp8: bool) -> None:
         mix_in(block, CompiledBlock)  # all of them, so that blocks keep a common class
         block.class_token_only = False  # pyright: ignore[reportArgumentType]
     last: Any = blocks[-1]
-    dropouts = [module for module in last.mlp.modules() if isinstance(module, nn.Dropout)]
-    # Dropout would draw other random numbers for one token than for all of them.
-    draws_numbers = any(dropout.p > 0 for dropout in dropouts)
-    last.class_token_only = _reads_class_token(model) and isinstance(last.mlp, Mlp) and not draws_numbers and not fp8
+    last.class_token_only = _reads_class_token(model) and _computes_each_token(last) and not fp8
 
 
 def _is_plain(block: nn.Module) -> bool:
     """Return whether this is timm's own block with layer norms, or one with this file's mixin."""
+    if type(block).forward not in (Block.forward, CompiledBlock.forward):
+        return False
     has_own_forward = "forward" in vars(block)  # such as a block that is forced to fp32
-    is_timms = type(block).forward in (Block.forward, CompiledBlock.forward)
-    return (
-        is_timms and not has_own_forward and all(isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
-    )
+    has_layer_norms = all(isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
+    return has_layer_norms and not has_own_forward
 
 
 def _reads_class_token(model: nn.Module) -> bool:
@@ -90,6 +87,17 @@ def _reads_class_token(model: nn.Module) -> bool:
         and model.attn_pool is None
         and isinstance(model.norm, nn.LayerNorm | nn.Identity)
     )
+
+
+def _computes_each_token(block: Any) -> bool:
+    """Return whether a block's MLP computes each token by itself, and whether nobody looks at the tokens.
+
+    Dropout would draw other random numbers for one token than for all of them, and a hook may expect all.
+    """
+    modules = [block, block.norm2, *block.mlp.modules()]
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return isinstance(block.mlp, Mlp) and not drops and not has_hooks
 
 
 class SaveResiduals(CustomGraphPass):

@@ -187,10 +187,10 @@ def part_of(origins: Iterable[Any], direction: str) -> str:
     if not blocks:
         return EMBEDDING
     in_first_block = {path for path in paths if path.startswith("blocks.0")}
-    if direction == "backward" and ("patch_embed.proj" in paths or (0 in blocks and in_first_block == {"blocks.0"})):
-        return EMBEDDING  # the gradient of the first block's input
-    # Forward, a kernel may add the results of earlier blocks; backward, it belongs to the last block that it reaches.
-    return f"block {max(blocks) if direction == 'forward' else min(blocks)}"
+    is_input = "L['forward']" in paths and in_first_block == {"blocks.0"}  # of the first block
+    if direction == "backward" and ("patch_embed.proj" in paths or is_input):
+        return EMBEDDING
+    return f"block {max(blocks)}"  # which may read the results of blocks before it
 
 
 OUTSIDE = {

@@ -120,7 +120,7 @@ def kernels_of(scheduler: Any) -> Iterator[Kernel]:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    graph = V.graph
+    graph: Any = V.graph
     direction = "backward" if graph.is_backward else "forward"
     # What the forward pass saves has other names in the backward pass: those of the traced graph.
     outputs = graph.module.graph.output_node().args[0]

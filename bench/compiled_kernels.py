@@ -65,7 +65,7 @@ class Kernel:
     part: str
     """'block 3', 'patch embedding', or 'head and loss'"""
     kind: str
-    """product, attention, own kernel, random, weight cast, cast, copy, reduction or pointwise"""
+    """product, attention, own kernel, dropout, weight cast, cast, copy, reduction or pointwise"""
     what: str
     """Shapes of a product, else operators that are fused into it"""
     reads: list[Buffer]
@@ -106,7 +106,7 @@ def read_kernels(config: Any, compiler: dict[str, Any]) -> list[Kernel]:
         generate(scheduler)
         kernels.extend(kernels_of(scheduler))
 
-    Scheduler.codegen = codegen
+    Scheduler.codegen = codegen  # pyright: ignore[reportAttributeAccessIssue]
     PyCodeCache.load_by_key_path = lambda key, path, *_, **__: NotRun(__file__=path, key=key)  # pyright: ignore[reportAttributeAccessIssue]
     # Constants are folded by computing them, which needs a GPU. Here, only the loss has some.
     settings = {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False, **compiler}
@@ -118,14 +118,14 @@ def read_kernels(config: Any, compiler: dict[str, Any]) -> list[Kernel]:
 def kernels_of(scheduler: Any) -> Iterator[Kernel]:
     """Yield the kernels of a graph whose code was generated. `scheduler`: torch's, with the fused nodes."""
     from torch._inductor import ir
+    from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
     direction = "backward" if graph.is_backward else "forward"
     # What the forward pass saves has other names in the backward pass: those of the traced graph.
-    outputs = graph.module.graph.output_node().args[0]
     names = {}
-    for ours, traced in zip(graph.graph_outputs, outputs, strict=True):
+    for ours, traced in zip(graph.graph_outputs, graph.module.graph.output_node().args[0], strict=True):
         if traced is not None and not graph.is_backward:
             names[ours.get_name()] = traced.name
     results = set(graph.get_output_names())
@@ -144,7 +144,8 @@ def kernels_of(scheduler: Any) -> Iterator[Kernel]:
     for node in scheduler.nodes:
         accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
         own = node.get_buffer_names()  # a kernel has in registers what it writes
-        reads = buffers({name: size for name, size in accesses.items() if name not in own})
+        needed = {dep.name for dep in node.read_writes.reads if not isinstance(dep, WeakDep)}  # weak ones only order
+        reads = buffers({name: size for name, size in accesses.items() if name in needed - own})
         writes = buffers(node.get_read_write_buffer_accesses(include_reads=False, include_writes=True))
         if not reads and not writes:
             continue
@@ -158,8 +159,7 @@ def kernels_of(scheduler: Any) -> Iterator[Kernel]:
             flops = 2 * first[0] * first[1] * second[-1]
             yield Kernel(direction, part, "product", what, reads, writes, flops)
         elif called:
-            names_random = "rand" in called or "bernoulli" in called
-            kind = "attention" if "attention" in called else "random numbers" if names_random else "own kernel"
+            kind = "dropout" if "dropout" in called else "attention" if "attention" in called else "own kernel"
             yield Kernel(direction, part, kind, called.removeprefix("torch.ops."), reads, writes)
         else:
             kind = "reduction" if node.is_reduction() else "pointwise"

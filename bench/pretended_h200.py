@@ -119,7 +119,8 @@ def compute_on_h200(config: Any) -> None:
         precision = Precision(config.AMP, device)
         built = BuiltModel(config, model, inputs, precision, ALONE, {})
         for speedup in speedups(config, precision):
-            value = CHOSEN.get(speedup.key, False)
+            # Those without a key, such as activation checkpointing, are decided by the settings alone.
+            value = CHOSEN.get(speedup.key, False) if speedup.key else speedup.choose(built).value
             if speedup.key == "attention" and config.attention != "auto":
                 value = config.attention
             if value:

@@ -261,7 +261,7 @@ def main() -> int:
     parser.add_argument("-kernels", action="store_true", help="print every kernel")
     parser.add_argument("-json", type=Path, metavar="FILE", help="add the result to this file")
     parser.add_argument("-name", default="kernels", help="name of the result in the file")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     pretend()
     from models.build import build_without_weights
     from models.parts import count_parameters

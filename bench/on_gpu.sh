@@ -145,11 +145,17 @@ speed() {
     done
 }
 
+# With max_autotune_gemm, torch times Triton's matrix products beside cuBLAS', and fuses bias and GELU into them; only
+# without fused_mlp, whose kernel the compiler does not look into.
 levers() {
-    run levers 240 "$PYTHON" scripts/benchmark_amp.py settings -device "$DEVICE" -model "vit_${levers[0]}_patch16_224" \
+    local products='inductor.max_autotune_gemm=true inductor.triton.enable_persistent_tma_matmul=true'
+    run levers 420 "$PYTHON" scripts/benchmark_amp.py settings -device "$DEVICE" -model "vit_${levers[0]}_patch16_224" \
         -batch_size "${levers[@]:1}" -rounds "$rounds" -json "$OUT/levers.json" -amp "$half" \
         -try SPEED=plain -try SPEED=-packed -try SPEED=-fused_mlp -try TRAIN.COMPILE=whole \
-        -try 'TRAIN.COMPILE=whole SPEED=-packed' -try 'TRAIN.COMPILE=whole SPEED=+fused_mlp'
+        -try 'TRAIN.COMPILE=whole SPEED=-packed' -try 'TRAIN.COMPILE=whole SPEED=+fused_mlp' \
+        -try 'TRAIN.COMPILE=whole SPEED=-rewrite' -try 'TRAIN.COMPILE=whole SPEED=+cudnn' \
+        -try 'TRAIN.COMPILE=whole inductor.triton.mix_order_reduction=false' \
+        -try "TRAIN.COMPILE=whole SPEED=-fused_mlp $products"
 }
 
 for part in "${parts[@]}"; do

@@ -460,7 +460,8 @@ def callbacks(
     if why_not_compiled(config, precision.device, resumed) is None:  # before DDP, which is around the compiled model
         from engine.compile.compiled import Compiling
 
-        yield Compiling(config.DATA, precision, world, sharded)
+        rewrites = config.wants("rewrite") is not False
+        yield Compiling(config.DATA, precision, world, sharded, rewrites)
     if world.size > 1 and not sharded and not precision.computes_in_copy:  # the copy sums gradients itself
         from engine.parallel.ddp import Ddp
 

@@ -47,7 +47,7 @@ from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line, entry_parser
 from utils.config import AmpConfig, Config
 from utils.config.keys import default_of
-from utils.errors import EXIT_DONE, TrainingError, nearest
+from utils.errors import EXIT_DONE, TrainingError, UserError, nearest
 from utils.flags import Flag, whole
 from utils.log import log, log_lines
 from utils.machine.cpus import cores
@@ -91,10 +91,18 @@ def plan_amp(line: ToolLine) -> Plan:
     return Plan(contenders, line.asked.windows, settings, where, images, remarks=remarks)
 
 
-def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
+def _training(
+    config: Config,
+    amp: AmpConfig,
+    updates: int,
+    workers: list[Worker],
+    keep: bool = True,
+    compiler: dict[str, Any] | None = None,
+) -> Worker:
+    """A worker that trains. `compiler`: settings of torch's compiler."""
     from bench.benchmark_amp.sessions import TrainingSession, Worker
 
-    return Worker(partial(TrainingSession, config.changed(AMP=amp), updates), workers, keep)
+    return Worker(partial(TrainingSession, config.changed(AMP=amp), updates, compiler), workers, keep)
 
 
 def amp_report(results: Results) -> list[str]:
@@ -198,14 +206,17 @@ SETTINGS_ABOUT = """Speed and memory of an update with other flags and settings 
     python scripts/benchmark_amp.py settings -model vit_base_patch16_224 -batch_size 128 -amp \\
         -try TRAIN.COMPILE=whole -try="-amp bf16" -try "TRAIN.COMPILE=whole SPEED=-packed"
 
-Each -try is a row: the command line with these words added. The first row, `given`, has none, and runs twice as a
-control. Images are made on the device. TRAIN.COMPILE auto compiles nothing here."""
+Each -try is a row: the command line with these words added. Words that begin with `inductor.` are settings of torch's
+compiler (torch._inductor.config), as in -try "TRAIN.COMPILE=whole inductor.max_autotune_gemm=true". The first row,
+`given`, has none, and runs twice as a control. Images are made on the device. TRAIN.COMPILE auto compiles nothing
+here."""
 SETTINGS_FLAGS = (
     Flag("try", "flags and settings of a further row", "KEY=VALUE", default=(), append=True),
     Flag("iters", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
 )
 GIVEN = "given"
+COMPILER = "inductor."
 
 
 def plan_settings(line: ToolLine) -> Plan:
@@ -213,15 +224,41 @@ def plan_settings(line: ToolLine) -> Plan:
     updates = line.asked.iters or (5 if device.type == "cpu" else 50)
     workers = list["Worker"]()
     configs = {GIVEN: loaded.config, GIVEN + AGAIN: loaded.config}
+    compilers: dict[str, dict[str, Any]] = {}
     for words in vars(line.asked)["try"]:
-        added = command_line(*entry_parser(NAME).read(shlex.split(words)))
+        split = shlex.split(words)
+        compilers[words] = compiler_settings([word for word in split if word.startswith(COMPILER)])
+        added = command_line(*entry_parser(NAME).read([word for word in split if not word.startswith(COMPILER)]))
         run = replace(line.run, flags=line.run.flags | added.flags, words=line.run.words | added.words)
         configs[words] = set_up(replace(line, run=run))[0].config
     contenders = {
-        name: _training(synthetic(config, updates), config.AMP, updates, workers) for name, config in configs.items()
+        name: _training(synthetic(config, updates), config.AMP, updates, workers, compiler=compilers.get(name))
+        for name, config in configs.items()
     }
     settings = {"iterations": updates, **non_defaults(loaded.config)}
     return Plan(contenders, line.asked.rounds, settings, where, ON_THE_DEVICE, remarks=remarks)
+
+
+def compiler_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of torch's compiler that words such as inductor.max_autotune_gemm=true name.
+
+    UserError for a setting that the compiler does not have, or a value that is not JSON.
+    """
+    found: dict[str, Any] = {}
+    if not words:
+        return found
+    import torch._inductor.config as inductor
+
+    known = inductor.get_config_copy()
+    for word in words:
+        key, _, value = word.removeprefix(COMPILER).partition("=")
+        if key not in known:
+            raise UserError(f"-try {word}: torch's compiler has no setting {key!r}.{nearest(key, list(known))}")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            raise UserError(f'-try {word}: expected a value such as true, 4 or "ATEN,TRITON".') from None
+    return found
 
 
 def settings_report(results: Results) -> list[str]:

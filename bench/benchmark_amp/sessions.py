@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -127,8 +127,13 @@ def reset_peak_memory(device: torch.device) -> None:
 class TrainingSession(Session):
     """A run's own training, without validation, reports and checkpoints, in turns of `updates`."""
 
-    def __init__(self, config: Config, updates: int) -> None:
+    def __init__(self, config: Config, updates: int, compiler: Mapping[str, Any] | None = None) -> None:
+        """`compiler`: settings of torch's compiler, those of torch._inductor.config."""
         self._updates, self._opened = updates, contextlib.ExitStack()
+        if compiler:
+            import torch._inductor.config as inductor
+
+            self._opened.enter_context(inductor.patch(dict(compiler)))
         self.ready, windows = self._opened.enter_context(opened(config))
         self._device, self._windows = self.ready.precision.device, enumerate(windows, 1)
         self._train(warmup_updates(updates))

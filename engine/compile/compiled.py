@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from datasets import Batch
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
+from engine.compile.fewer_bytes import SaveResiduals, rewrite_blocks
 from engine.inputs.batches import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
@@ -51,8 +52,10 @@ class Compiling(Callback):
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
-    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
-        """`sharded`: FSDP shards the model."""
+    def __init__(
+        self, data: DataConfig, precision: Precision, world: World, sharded: bool, rewrites: bool = True
+    ) -> None:
+        """`sharded`: FSDP shards the model. `rewrites`: rewrite a ViT for the compiler (fewer_bytes.py)."""
         self.how = NONE
         """NONE, BLOCKS or WHOLE; set by `choose_compiling`"""
         self.auto = False
@@ -65,6 +68,7 @@ class Compiling(Callback):
         self._precision = precision
         self._world = world
         self._sharded = sharded
+        self._rewrites = rewrites
         self._token_drop = 0.0
         """Fraction of tokens that the current epoch drops"""
         self._compiled: set[tuple[torch.Size, float]] = set()
@@ -77,7 +81,7 @@ class Compiling(Callback):
         """
         if self.how == NONE:
             return
-        _configure_compiler(self._data, self._precision, self._world)
+        _configure_compiler(self._data, self._precision, self._world, self._rewrites)
         self._computing = to
         self._compiled.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
@@ -85,6 +89,8 @@ class Compiling(Callback):
             self._compile_blocks(to.forward, options)
             self._compute = to.eager  # which calls the compiled blocks
         else:
+            if self._rewrites:
+                rewrite_blocks(to.forward, self._precision.fp8)
             self._compute = self._compile_whole(options)
         to.compute = self
 
@@ -182,7 +188,7 @@ class Compiling(Callback):
         return compute
 
 
-def _configure_compiler(data: DataConfig, precision: Precision, world: World) -> None:
+def _configure_compiler(data: DataConfig, precision: Precision, world: World, rewrites: bool) -> None:
     """Set up torch's compiler for this run: its cache, the key of its graphs, its threads, and eager mode's numbers."""
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
@@ -209,6 +215,7 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores other ranks and a CPU quota
         inductor.compile_threads = min(inductor.compile_threads or 1, world.own_cores)
+    inductor.joint_custom_post_pass = SaveResiduals() if rewrites else None
     inductor.fallback_random = True  # the same dropout and stochastic depth as in eager mode
     if precision.device.type == "cpu":  # it warns about a missing GPU if the CUDA toolkit is installed
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 import torch
 from timm.layers.patch_dropout import PatchDropout
 
-from bench.benchmark_amp.command import OFF, ON, main
+from bench.benchmark_amp.command import OFF, ON, compiler_settings, main
 from bench.benchmark_amp.loops import SimpleNet
 from bench.benchmark_amp.plan import AGAIN
 from bench.benchmark_amp.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
 from tests.program import ROOT, Vitamp
 from utils.config import load_config
+from utils.errors import UserError
 from utils.precisions import PRECISIONS
 from utils.seeding import seed_all
 
@@ -32,6 +34,30 @@ def test_a_session_drops_tokens_as_the_run_does(tiny: Path) -> None:
     session = TrainingSession(load_config(str(tiny), words=words).config, updates=1)
     modules = session.ready.model.modules()
     assert [module.prob for module in modules if isinstance(module, PatchDropout)] == [0.5]
+
+
+def test_a_session_has_the_settings_of_the_compiler_that_are_tried(tiny: Path) -> None:
+    import torch._inductor.config as inductor
+
+    config = load_config(str(tiny), words={"DEVICE": "cpu"}).config
+    tried = ["inductor.max_autotune_gemm=true", "inductor.triton.mix_order_reduction=false"]
+    with ExitStack() as settings:
+        session = TrainingSession(config, updates=1, compiler=compiler_settings(tried))
+        settings.push(session._opened)
+        assert (inductor.max_autotune_gemm, inductor.triton.mix_order_reduction) == (True, False)
+    assert (inductor.max_autotune_gemm, inductor.triton.mix_order_reduction) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("inductor.max_autotune_gem=true", "has no setting 'max_autotune_gem'. Did you mean max_autotune_gemm"),
+        ("inductor.max_autotune_gemm=yes", "expected a value such as true"),
+    ],
+)
+def test_settings_that_the_compiler_does_not_have_are_rejected(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        compiler_settings([word])
 
 
 @pytest.fixture

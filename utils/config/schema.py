@@ -63,7 +63,7 @@ ATTENTION = ("fused", "flash", "efficient", "cudnn", "packed")
 _Kernel = Literal["+fused", "+flash", "+efficient", "+cudnn", "+packed"]
 _NoKernel = Literal["-fused", "-flash", "-efficient", "-cudnn", "-packed"]
 _Way = Literal["+linear_patches", "+fused_mlp", "+channels_last", "-linear_patches", "-fused_mlp", "-channels_last"]
-SpeedWord = Literal["auto", "plain", _Kernel, _NoKernel, _Way]
+SpeedWord = Literal["auto", "plain", _Kernel, _NoKernel, _Way, "-rewrite"]
 
 
 class DistConfig(Section):
@@ -166,7 +166,7 @@ class Config(Section):
         "How layers compute; results differ in the last bits only. auto: as measured to be fastest; plain: as the "
         "model is written. +NAME forces and -NAME leaves out: kernels of attention (fused: torch's choice; flash, "
         "efficient, cudnn, packed), linear_patches (patches by a matrix product), fused_mlp (bias and GELU in one "
-        "kernel), channels_last; see docs/performance.md.",
+        "kernel), channels_last; -rewrite: compiled ViTs as they are written; see docs/performance.md.",
     )
     MAX_TIME: Time | None = setting(
         None, "HH:MM:SS, before which the run saves and exits; -resume continues it.", decides="one start"

@@ -50,7 +50,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         for settings, names in (
             (tracing, ("recompile_limit", "optimize_ddp")),
             (autograd, ("force_non_lazy_backward_lowering", "backward_pass_autocast")),
-            (inductor, ("fallback_random",)),
+            (inductor, ("fallback_random", "joint_custom_post_pass")),
             (torch.compiler.config, ("cache_key_tag",)),
         ):
             former.enter_context(settings.patch({name: getattr(settings, name) for name in names}))

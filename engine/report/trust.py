@@ -29,6 +29,8 @@ MOST = 7
 """Most doubts that are shown; those of the smallest effect are left out."""
 FEW = 100
 """With fewer validation images than this, folds are advised."""
+PERHAPS = "Perhaps too high"
+"""Effect of a doubt of which nothing was measured, or nothing beyond chance"""
 CHANCE = "chance"
 """Kind of the doubt that the number of images leaves"""
 UNWARNED = ("names", "shortcut")
@@ -124,7 +126,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     if result is None:
         # Before anything is measured, the points only say how many images are concerned, as the sentences do.
         for doubt in known:
-            doubt.effect_in_words = "Perhaps too high"
+            doubt.effect_in_words = PERHAPS
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
 
@@ -221,8 +223,9 @@ def _compare(
     doubt.sentence += f": top-1 {texts[0]} {on_easy}, {texts[1]} {on_telling}"
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
     doubt.points = max(100 * float(is_right.mean()) - percents[1], 0.0)
+    doubt.effect_in_words = ""
     if lowest_difference <= 0:
-        doubt.effect_in_words = "Perhaps too high"
+        doubt.effect_in_words = PERHAPS
         doubt.sentence += ", a difference that may be chance"
 
 
@@ -269,6 +272,7 @@ def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
     total = data["images"]["validation"]
     sentence = data["series"][0].lower() + data["series"][1:]
     doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=data.get("series_advice", ""))
+    doubt.effect_in_words = PERHAPS  # names alone prove nothing
     if result is not None and result.is_right is not None:
         _compare_with_unrelated(doubt, result, _marked(namesakes, len(result.is_right)), data)
     return doubt

@@ -160,11 +160,12 @@ def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
     data |= {"namesakes": list(range(40)), "images": {"validation": 80}}
     (doubt,) = doubts(data, Result(TOP1, 95.0, guess=60.0))
     assert doubt.points == 35
-    assert doubt.words(advice=False) == "Up to 35.0 points too high: the names of 40 of 80."
+    assert doubt.words(advice=False) == "Perhaps too high: the names of 40 of 80."
     assert "jane" in doubt.words()
     is_right = np.array([True] * 60 + [False] * 20)
     (doubt,) = doubts(data, Result(TOP1, 75.0, guess=60.0, is_right=is_right))
     assert doubt.points == 15, "at most what is above guessing"
+    assert doubt.effect == "Up to 15.0 points too high", "it is measured"
     assert "top-1 100.00 % (91.24 to 100.00 %) on them, 50.00 % (35.20 to 64.80 %) on the other 40" in doubt.sentence
     assert doubts({"series": "DATA.GROUP name: 3 groups in more than one split"}) == []
     result = Result(TOP1, 75.0, Interval(65.0, 83.0), images=80)

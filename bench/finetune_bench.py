@@ -14,7 +14,7 @@ aside. A set whose pool has too few images for an amount is left out. timm's inf
 Runs that the JSON file holds are not run again, and it is written after each run. Draws follow one another over all
 sets, so that a bench that was ended has as many sets as possible.
 
-timm has lines of flags, and each line has learning rates of its own. Nothing but these flags was tried:
+timm has lines of flags, and the learning rate is chosen for each line and each set:
 
 - plain: AdamW and cosine schedule with the recipe's batch, warm-up, weight decay, clipping, crops and label smoothing.
 - advised: plain with what is advised for fine-tuning. An EMA, whose window timm's author sets to 2 to 5 epochs (issue
@@ -24,7 +24,7 @@ timm has lines of flags, and each line has learning rates of its own. Nothing bu
   from scratch.
 - muon: plain with Muon, for training from scratch.
 
-Mixup and CutMix are off in all lines, and Lite0's classifier starts near zero, both as in ConvNeXt's fine-tuning. timm's
+Mixup and CutMix are off in all lines, and Lite0's classifier starts near zero, both as ConvNeXt is fine-tuned. timm's
 author starts with a tenth of the learning rate for training from scratch (issue 25); rates below the grid are tried if
 its lowest is the best. train.py has no flag that freezes batch norm, and skips the last batch if it is not full.
 """

@@ -14,7 +14,7 @@ aside. A set whose pool has too few images for an amount is left out. timm's inf
 Runs that the JSON file holds are not run again, and it is written after each run. Draws follow one another over all
 sets, so that a bench that was ended has as many sets as possible.
 
-timm has lines of flags, and the learning rate is chosen for each line and each set:
+timm has lines of flags. The learning rate is chosen for each line and each set; in one more table, the line is, too:
 
 - plain: AdamW and cosine schedule with the recipe's batch, warm-up, weight decay, clipping, crops and label smoothing.
 - advised: plain with what is advised for fine-tuning. An EMA, whose window timm's author sets to 2 to 5 epochs (issue
@@ -38,6 +38,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from math import hypot
 from pathlib import Path
 from statistics import mean
@@ -103,6 +104,7 @@ LINES = {
     "muon": "--opt muon",
 }
 VITAMP = "vitamp"
+CHOSEN = "best in draw 0"
 OURS = (
     "main_single_gpu.py -cfg {backbone} -amp -data_path {data}"
     " -epochs {epochs} -image_size {size} -device cpu THREADS=1 DATA.NUM_WORKERS=0 VALIDATE_FREQ={epochs} SEED={seed}"
@@ -257,31 +259,48 @@ class Runs:
 
     def save(self) -> None:
         """Write the runs, and the tables of those that are complete."""
-        tables = list[Row]()
-        for images, epochs, line in itertools.product(self.asked.images, self.asked.epochs, self.asked.lines):
-            where = {"images": images, "epochs": epochs, "size": self.asked.size}
-            sets = list[Row]()
-            for name in sorted({row["set"] for row in self.rows}):
-                aside = images_in(self.asked.sets / name / "aside")
-                labels = labels_of(aside, images_in(self.asked.sets / name / "pool"))
-                ours = self.of(set=name, line=VITAMP, **where)
-                theirs = [row for row in self.of(set=name, line=line, **where) if row["draw"]]
-                both = {row["draw"] for row in ours} & {row["draw"] for row in theirs}
-                if both:
-                    ours = [row for row in ours if row["draw"] in both]
-                    sets.append({"set": name} | compared(ours, theirs, labels))
-            if sets:
-                tables.append(where | {"line": line, "sets": sets, "over_sets": over_sets(sets)})
         backbone = BACKBONES[self.asked.backbone]
         timms = TIMMS.replace("{model}", backbone.model).replace("{training}", backbone.training)
+        self.held["versions"] = {name: version(name) for name in ("torch", "timm")}
         self.held["commands"] = {
             VITAMP: f"python {OURS.replace('{backbone}', backbone.ours)}",
             "timm": f"python {timms}",
         }
         self.held["lines"] = {line: LINES[line] for line in self.asked.lines}
         self.held["cpu_hours"] = round(sum(row["cpu_seconds"] for row in self.rows) / 3600, 2)
-        self.held["tables"] = tables
+        self.held["tables"] = self.tables()
         write_atomically(self.asked.json, json.dumps(self.held, indent=1) + "\n")
+
+    def tables(self) -> list[Row]:
+        """Return a table for each amount of images, length and line of timm, and for the line chosen in draw 0."""
+        tables = list[Row]()
+        names = sorted({row["set"] for row in self.rows})
+        for images, epochs, line in itertools.product(
+            self.asked.images, self.asked.epochs, [*self.asked.lines, CHOSEN]
+        ):
+            where = {"images": images, "epochs": epochs, "size": self.asked.size}
+            sets = list[Row]()
+            for name in names:
+                task = {"set": name} | where
+                of_line = self.chosen_line(**task) if line == CHOSEN else line
+                ours = self.of(line=VITAMP, **task)
+                theirs = [row for row in self.of(line=of_line, **task) if row["draw"]]
+                both = {row["draw"] for row in ours} & {row["draw"] for row in theirs}
+                if both:
+                    folder = self.asked.sets / name
+                    labels = labels_of(images_in(folder / "aside"), images_in(folder / "pool"))
+                    ours = [row for row in ours if row["draw"] in both]
+                    sets.append({"set": name, "line": of_line} | compared(ours, theirs, labels))
+            if sets:
+                tables.append(where | {"line": line, "sets": sets, "over_sets": over_sets(sets)})
+        return tables
+
+    def chosen_line(self, **task: Any) -> str | None:
+        """Return the line of timm with the best run in draw 0; None while a line has no other run."""
+        if not all(self.of(line=line, draw=1, **task) for line in self.asked.lines):
+            return None
+        tries = [row for row in self.of(draw=0, **task) if row["line"] in self.asked.lines]
+        return max(tries, key=lambda row: row["acc1"])["line"]
 
 
 def compared(ours: list[Row], theirs: list[Row], labels: list[int]) -> Row:

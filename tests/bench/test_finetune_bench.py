@@ -127,6 +127,8 @@ def test_bench_resumes_and_loses_no_run(sets: Path, tmp_path: Path, monkeypatch:
         aside = asked.sets / task["set"] / "aside"
         guesses = " ".join("1" for _ in aside.rglob("*.jpg"))
         acc1 = 50 if task["line"] == "vitamp" else 80 - 1000 * abs(task["lr"] - 2e-3)
+        if task["line"] == "bce" and task["set"] == "small":
+            acc1 += 1
         return task | {"acc1": acc1, "guesses": guesses, "cpu_seconds": 9.0}
 
     found = tmp_path / "bench.json"
@@ -152,5 +154,11 @@ def test_bench_resumes_and_loses_no_run(sets: Path, tmp_path: Path, monkeypatch:
     held = json.loads(found.read_text())
     assert held["cpu_hours"] == round(27 * 9 / 3600, 2)
     names = [[one["set"] for one in table["sets"]] for table in held["tables"]]
-    assert names == [["large", "small"], ["large"]]
+    assert names == [["large", "small"]] * 2 + [["large"]] * 2
     assert held["tables"][0]["sets"][0]["draws"] == 2
+
+    monkeypatch.setattr(sys, "argv", [*command, "-lines", "plain", "bce", "-draws", "1"])
+    finetune_bench.main()
+    tables = json.loads(found.read_text())["tables"]
+    assert [table["line"] for table in tables] == ["plain", "bce", "best in draw 0"]
+    assert [one["line"] for one in tables[-1]["sets"]] == ["plain", "bce"]

@@ -20,11 +20,12 @@ timm has lines of flags. The learning rate is chosen for each line and each set;
 - advised: plain with what is advised for fine-tuning. An EMA, whose window timm's author sets to 2 to 5 epochs (issue
   11 of huggingface/pytorch-image-models); `--model-ema-warmup` comes to 1 to 2 in runs as short as these. Layer decay
   is that of ConvNeXt's fine-tuning (arXiv 2201.03545, A.2), the nearest recipe for a convolutional network.
+- own_head: plain with the classifier that train.py makes. In the other lines, Lite0's starts near zero.
 - bce: advised with binary cross-entropy. timm's author has it in "ResNet strikes back" (arXiv 2110.00476), for training
   from scratch.
 - muon: plain with Muon, for training from scratch.
 
-Mixup and CutMix are off in all lines, and Lite0's classifier starts near zero, both as ConvNeXt is fine-tuned. timm's
+Mixup and CutMix are off in all lines, as in ConvNeXt's fine-tuning, whose classifier starts near zero, too. timm's
 author starts with a tenth of the learning rate for training from scratch (issue 25); rates below the grid are tried if
 its lowest is the best. train.py has no flag that freezes batch norm, and skips the last batch if it is not full.
 """
@@ -100,6 +101,7 @@ BACKBONES = {
 LINES = {
     "plain": "",
     "advised": "--layer-decay 0.8 --model-ema --model-ema-warmup",
+    "own_head": "--head-init-scale 1",
     "bce": "--layer-decay 0.8 --model-ema --model-ema-warmup --bce-loss",
     "muon": "--opt muon",
 }
@@ -266,7 +268,7 @@ class Runs:
             VITAMP: f"python {OURS.replace('{backbone}', backbone.ours)}",
             "timm": f"python {timms}",
         }
-        self.held["lines"] = {line: LINES[line] for line in self.asked.lines}
+        self.held["lines"] = LINES
         self.held["cpu_hours"] = round(sum(row["cpu_seconds"] for row in self.rows) / 3600, 2)
         self.held["tables"] = self.tables()
         write_atomically(self.asked.json, json.dumps(self.held, indent=1) + "\n")
@@ -275,10 +277,9 @@ class Runs:
         """Return a table for each amount of images, length and line of timm, and for the line chosen in draw 0."""
         tables = list[Row]()
         names = sorted({row["set"] for row in self.rows})
-        for images, epochs, line in itertools.product(
-            self.asked.images, self.asked.epochs, [*self.asked.lines, CHOSEN]
-        ):
-            where = {"images": images, "epochs": epochs, "size": self.asked.size}
+        sizes = sorted({(row["images"], row["epochs"], row["size"]) for row in self.rows})
+        for (images, epochs, size), line in itertools.product(sizes, [*LINES, CHOSEN]):
+            where = {"images": images, "epochs": epochs, "size": size}
             sets = list[Row]()
             for name in names:
                 task = {"set": name} | where
@@ -296,10 +297,10 @@ class Runs:
         return tables
 
     def chosen_line(self, **task: Any) -> str | None:
-        """Return the line of timm with the best run in draw 0; None while a line has no other run."""
-        if not all(self.of(line=line, draw=1, **task) for line in self.asked.lines):
+        """Return the line of timm with the best run in draw 0; None while one of them has no other run."""
+        tries = self.of(draw=0, **task)
+        if not tries or not all(self.of(line=row["line"], draw=1, **task) for row in tries):
             return None
-        tries = [row for row in self.of(draw=0, **task) if row["line"] in self.asked.lines]
         return max(tries, key=lambda row: row["acc1"])["line"]
 
 

@@ -160,5 +160,6 @@ def test_bench_resumes_and_loses_no_run(sets: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "argv", [*command, "-lines", "plain", "bce", "-draws", "1"])
     finetune_bench.main()
     tables = json.loads(found.read_text())["tables"]
-    assert [table["line"] for table in tables] == ["plain", "bce", "best in draw 0"]
-    assert [one["line"] for one in tables[-1]["sets"]] == ["plain", "bce"]
+    lines = [(table["images"], table["line"]) for table in tables]
+    assert lines == [(17, "plain"), (17, "bce"), (17, "best in draw 0"), (20, "plain"), (20, "best in draw 0")]
+    assert [one["line"] for one in tables[2]["sets"]] == ["plain", "bce"]

@@ -1,0 +1,65 @@
+"""The answer of auto.py: the evaluation of the final run on the test images, and what it leaves open."""
+
+import logging
+import shlex
+from pathlib import Path
+
+from engine.trained.model import load_trained, split_of_run
+from tools.auto.candidates import build, probe
+from tools.auto.data import MOST_DOUBTS
+from tools.auto.search import Search
+from tools.common.evaluation import evaluation_of, measured, with_bar
+from tools.common.report_page.page import write_report
+from tools.common.tables import in_columns
+from tools.common.trust import doubts_of
+from utils.cli import command_line
+from utils.log import unheard
+from utils.program import tool, typed
+from utils.record.run_folder import CONFIG
+from utils.text import clock
+from vitamp.checkpoints import located
+
+
+def answer(search: Search) -> list[str]:
+    """Evaluate the final run on the test images, once, and return its accuracy with all that puts it into proportion."""
+    record = search.record
+    content = record.content
+    run = Path(content["run"])
+    given = command_line({"eval": True}, {"DATA.PART": "test"})
+    with unheard(logging.WARNING):
+        trained = load_trained(located(run / "last"), given=given)
+        test = split_of_run(trained, "test")
+        evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
+        result, doubts = doubts_of(trained, test, evaluation)
+        page = write_report([run], record.folder / "report.html", part="test")
+    probe_of_all, _ = build(search.winner.load(search.line, search.final_table))
+    found = probe(probe_of_all)
+
+    top1 = measured(result.value, result.interval)
+    lines = [
+        f"Answer: {search.winner.name}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
+        "nothing (in brackets: 95 % interval)",
+        f"  beside it: always guessing the largest class {result.guess:.2f} %; a probe of the same weights and images "
+        f"{found.on_test()}",
+    ]
+    lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
+    lines += [""] + _table(content["candidates"]) + [""]
+    texts = found.with_fewer()
+    if len(texts) > 1:
+        lines.append(f"More images: the probe has {', '.join(texts)} of these images, in folds; more is not measured")
+    repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "-output", "NEW"])
+    lines += [
+        f"Use it: {tool('predict')} {shlex.quote(f'{run}')} IMAGE.jpg; train it by itself: {repeat}",
+        "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
+        f"Report: {page}. Time: {clock(record.used)} of {clock(record.limit)}",
+    ]
+    return lines
+
+
+def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
+    """Return the lines of a table of the candidates."""
+    rows = [["", "probe in folds", "fine-tuned, validation", "parameters", "images/s here"]]
+    for name, about in candidates.items():
+        trial = f"{about.get('trial', '-')}"
+        rows.append([name, f"{about['in_folds']}", trial, f"{about['parameters']:,}", f"{about['images_per_second']}"])
+    return in_columns(rows)

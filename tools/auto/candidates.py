@@ -1,0 +1,216 @@
+"""The candidates of auto.py: models whose pretrained weights are at hand, and linear probes of their features."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from datasets.sources.split import split_rows
+from engine.evaluation.features import Features, features_of
+from engine.evaluation.linear import Classifier, fit, folds_of
+from engine.trained.model import Trained, pretrained, split_of_run
+from models.build import is_timm_name
+from models.weights.find import local_weights, locate, model_of_run
+from tools.common.command_line import ToolLine
+from tools.common.evaluation import measured
+from utils.config import Config
+from utils.config.keys import deciding
+from utils.config.kinds import AUTO
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.log import unheard
+from utils.statistics.groups import Groups, effective_images
+from utils.statistics.paired import SIGNIFICANCE, agresti_min, mcnemar
+from utils.statistics.proportions import wilson
+from vitamp.pooling import pool_of
+
+ON_CPU = ("mobilenetv3_large_100", "tf_efficientnet_lite0", "vit_tiny_patch16_224", "resnet18")
+ON_GPU = ("resnet50", "convnext_tiny", "vit_small_patch16_224", "vit_base_patch16_224")
+OF_DATA = deciding("source", "images", "split", "random split")
+"""Settings that the table of splits takes the place of"""
+TIMED = 16
+"""Images of the batch that measures the speed of a model"""
+PARTS_OF_TRAINING = (4, 2, 1)
+"""Accuracy is measured with a quarter, half and all of the training images"""
+
+FEWEST = 20
+"""With fewer images, this accuracy says nothing"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model with pretrained weights, perhaps at an image size of its own."""
+
+    name: str
+    """As the user or the list of defaults names it"""
+    model: str
+    weights: str
+    image_size: str = ""
+    bytes: int = 0
+    """Size of the weights, by which candidates are ordered"""
+
+    def load(self, line: ToolLine, table: Path | None = None, more: Mapping[str, Any] | None = None) -> Config:
+        """Return the settings of a run of this candidate: the recipe's, those of the command line, and `more`.
+
+        `table`: names the splits; without one, the data is read as the command line says.
+        """
+        run = replace(line.run, cfg=line.run.cfg or "finetune")
+        settings: dict[str, Any] = {"MODEL.NAME": self.model, "MODEL.PRETRAINED": self.weights}
+        settings |= {"TRAIN.NUM_EPOCHS": AUTO, "DATA.DATA_PATH": line.asked.data, "DATA.KEEP_TEST": True}
+        if self.image_size:
+            settings["DATA.IMAGE_SIZE"] = self.image_size
+        if table is not None:
+            flags = {key: value for key, value in run.flags.items() if key not in OF_DATA}
+            words = {key: value for key, value in run.words.items() if key not in OF_DATA}
+            run = replace(run, flags=flags, words=words)
+            root = Path(line.asked.data).expanduser()
+            settings |= {"DATA.DATASET": f"csv:{table}", "DATA.GROUP": "group", "DATA.KEEP_TEST": False}
+            settings["DATA.DATA_PATH"] = f"{(root if root.is_dir() else root.parent).absolute()}"
+        settings |= more or {}
+        given = {key: (value, "auto.py") for key, value in settings.items()}
+        return replace(line, run=run).load(given).config
+
+
+def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[list[Candidate], list[str]]:
+    """Return the candidates whose weights can be had, the smallest first, and the names of the others.
+
+    `text`: the value of -weights, in which a word is a name of timm, MODEL=FILE, or a run; a model may be followed by
+    an image size, as in resnet18@96. Raises UserError for a word that is none of these, and if there is no candidate.
+    """
+    found = []
+    missing = []
+    for word in text.split(",") if text else defaults:
+        named, _, file = word.strip().partition("=")
+        model, _, image_size = named.partition("@")
+        weights = file or model
+        is_own = local_weights(weights) is not None  # raises UserError if it is neither a path nor a name of timm
+        if is_own and not file and not is_timm_name(model):
+            settings = model_of_run(local_weights(weights).file)
+            if settings is None:
+                raise UserError(f"-weights {word}: nothing in this file names its model; write MODEL={word}.")
+            model = settings.NAME
+        try:
+            files = locate(weights)
+        except UserError:
+            missing.append(model)
+            continue
+        assert files is not None, "downloaded"
+        size = sum(path.stat().st_size for path in files.files)
+        name = f"{model}@{image_size}" if image_size else model
+        found.append(Candidate(name, model, weights, image_size, size))
+    if not found:
+        raise UserError(
+            f"No pretrained weights: {', '.join(missing)} are not on this machine and cannot be fetched. Give weights "
+            "by -weights MODEL=FILE, such as -weights resnet18=resnet18.safetensors."
+        )
+    names = [candidate.name for candidate in found]
+    for number, candidate in enumerate(found):
+        if names.count(candidate.name) > 1:
+            found[number] = replace(candidate, name=f"{candidate.name} of {Path(candidate.weights).name}")
+    return sorted(found, key=lambda candidate: (candidate.bytes, candidate.image_size.zfill(9))), missing
+
+
+@dataclass
+class Probe:
+    """A linear classifier of a candidate's features, with the features and the model."""
+
+    trained: Trained
+    features: Features
+    classifier: Classifier
+    is_right: np.ndarray
+    """Whether each training image is recognised by a classifier that was not fitted to its fold"""
+
+    @property
+    def pool(self) -> str:
+        return pool_of(self.trained.model)
+
+    def on_test(self) -> str:
+        """Return the accuracy on test images, with its interval, in words."""
+        test = _features(self.trained, "test")
+        is_right = self.classifier.logits(test.of(self.pool)).argmax(1).numpy() == test.labels
+        return accuracy(is_right, test.groups)
+
+    def with_fewer(self) -> list[str]:
+        """Return the accuracy in folds of a quarter, half and all of the training images, in words."""
+        labels = self.features.labels
+        groups = self.features.groups
+        data = self.trained.config.DATA
+        texts = []
+        for parts in PARTS_OF_TRAINING:
+            is_right = self.is_right
+            rows = np.arange(len(labels))
+            if parts > 1:
+                rows = split_rows(labels, data.changed(FOLD=f"1/{parts}"), "val", "the training images", groups)
+                if len(rows) < FEWEST:
+                    continue
+                _, is_right = _fitted(self.trained, self.features, rows)
+            texts.append(f"{accuracy(is_right, np.array(groups)[rows])} with {len(rows):,}")
+        return texts
+
+
+def build(config: Config) -> tuple[Trained, float]:
+    """Build a model with its pretrained weights, and measure how many images per second it computes here."""
+    with unheard(logging.WARNING):
+        trained = pretrained(config, ALONE)
+    images = torch.zeros(TIMED, *config.DATA.shape, dtype=torch.uint8)
+    for _ in range(2):  # the first time allocates
+        began = time.perf_counter()
+        trained.logits(images).cpu()
+    return trained, TIMED / (time.perf_counter() - began)
+
+
+def probe(trained: Trained) -> Probe:
+    """Fit a linear classifier to features of the training images, which are computed unless they are kept already."""
+    features = _features(trained, "train")
+    classifier, is_right = _fitted(trained, features, np.arange(len(features.labels)))
+    return Probe(trained, features, classifier, is_right)
+
+
+def _features(trained: Trained, part: str) -> Features:
+    dataset = split_of_run(trained, part)
+    with unheard(logging.WARNING), trained.computing(trained.config.DATA.val_batch):
+        return features_of(trained, trained.config, dataset, dataset.data)
+
+
+def _fitted(trained: Trained, features: Features, rows: np.ndarray) -> tuple[Classifier, np.ndarray]:
+    """Fit a classifier to some training images, and return it with whether each is recognised in cross-validation."""
+    labels = features.labels[rows]
+    columns = np.ascontiguousarray(features.of(pool_of(trained.model))[rows])
+    dataset = split_of_run(trained, "train")
+    fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
+    classes = int(trained.config.MODEL.NUM_CLASSES)
+    with unheard(logging.WARNING):
+        classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
+    return classifier, logits.argmax(1) == labels
+
+
+def accuracy(is_right: np.ndarray, groups: Groups) -> str:
+    """Return the percentage of images that are right, with its 95 % interval, as `measured` words it."""
+    percent = 100 * float(is_right.mean())
+    return measured(percent, wilson(percent, effective_images(is_right, groups)))
+
+
+def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str], list[str]]:
+    """Compare candidates on the same images with the one that is most often right.
+
+    `hits`: for each candidate, whether each image is right. Returns the names of those that are not worse beyond
+    chance (McNemar's test with Bonferroni's correction), that one first, and words about each of the others.
+    """
+    best, *others = sorted(hits, key=lambda name: -hits[name].mean())
+    equal = [best]
+    words = []
+    for name in others:
+        gain, low, high = agresti_min(hits[name], hits[best], groups)
+        is_worse = mcnemar(hits[name], hits[best], groups) * len(others) < SIGNIFICANCE
+        verdict = "worse beyond chance" if is_worse else "not told apart"
+        words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
+        if not is_worse:
+            equal.append(name)
+    return equal, words

@@ -9,7 +9,6 @@ from tools.auto.candidates import build, probe
 from tools.auto.data import MOST_DOUBTS
 from tools.auto.search import Search
 from tools.common.evaluation import evaluation_of, measured, with_bar
-from tools.common.report_page.page import write_report
 from tools.common.tables import in_columns
 from tools.common.trust import doubts_of
 from utils.cli import command_line
@@ -21,7 +20,7 @@ from vitamp.checkpoints import located
 
 
 def answer(search: Search) -> list[str]:
-    """Evaluate the final run on the test images, once, and return its accuracy with all that puts it into proportion."""
+    """Evaluate the final run on the test images, once, and return its accuracy beside all that it compares with."""
     record = search.record
     content = record.content
     run = Path(content["run"])
@@ -31,15 +30,14 @@ def answer(search: Search) -> list[str]:
         test = split_of_run(trained, "test")
         evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
         result, doubts = doubts_of(trained, test, evaluation)
-        page = write_report([run], record.folder / "report.html", part="test")
-    probe_of_all, _ = build(search.winner.load(search.line, search.final_table))
-    found = probe(probe_of_all)
+    probed, _ = build(search.winner.load(search.line, search.final_table))
+    found = probe(probed)
 
     top1 = measured(result.value, result.interval)
     lines = [
         f"Answer: {search.winner.name}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval)",
-        f"  beside it: always guessing the largest class {result.guess:.2f} %; a probe of the same weights and images "
+        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
         f"{found.on_test()}",
     ]
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
@@ -47,11 +45,13 @@ def answer(search: Search) -> list[str]:
     texts = found.with_fewer()
     if len(texts) > 1:
         lines.append(f"More images: the probe has {', '.join(texts)} of these images, in folds; more is not measured")
+    quoted = shlex.quote(f"{run}")
     repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "-output", "NEW"])
     lines += [
-        f"Use it: {tool('predict')} {shlex.quote(f'{run}')} IMAGE.jpg; train it by itself: {repeat}",
+        f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
+        f"A page about it: {tool('report')} {quoted} -part test",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
-        f"Report: {page}. Time: {clock(record.used)} of {clock(record.limit)}",
+        f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines
 

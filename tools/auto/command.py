@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
     from tools.auto.record import Record
     from tools.auto.search import Search
     from tools.compare.runs import check_given, terminating
+    from utils.distributed.world import ALONE
 
     check_given(line, REFUSED)
     if not line.given_by("MAX_TIME"):
@@ -80,6 +81,7 @@ def main(argv: list[str]) -> int:
     given = {key: f"{value}" for key, (value, _) in line.run.flags.items()} | line.run.words
     given.pop("MAX_TIME")
     asked = {"data": f"{Path(line.asked.data).absolute()}", "weights": line.asked.weights, "settings": given}
+    assert config.MAX_TIME is not None, "checked above"
     record = Record(out, asked, seconds_of(config.MAX_TIME))
     search = Search(line, record, candidates, missing)
     if "start" not in record.content:

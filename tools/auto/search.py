@@ -1,5 +1,7 @@
 """The stages of auto.py that compare and train: probes of all candidates, trials of the best, and the final run."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,6 @@ from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
 from tools.compare.runs import Contender, Run, Value, train_run
-from utils.config.kinds import AUTO
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
@@ -32,6 +33,7 @@ NEVER = 10_000
 """Epochs between validations of the final run, so that only its end validates"""
 PASSES = 5
 """An epoch of training with a validation takes about as long as so many passes that compute features"""
+PASSES_OF_TEST = 8
 STARTS = 3
 """A run takes about as long as so many starts of this process before its first update and after its last one"""
 
@@ -164,7 +166,8 @@ class Search:
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
-            lines.append(f"  no time to fine-tune {', '.join(skipped)}")
+            least = clock(content["least_per_trial"])
+            lines.append(f"  not fine-tuned: {', '.join(skipped)}; a trial needs about {least}, of a third of the time")
         if not trials:
             winner = content["equal"][0]
             self.record.save(winner=winner, fine_tuned=False)
@@ -203,7 +206,7 @@ class Search:
             if (len(chosen) + 1) * longest <= available:
                 chosen.append(name)
         seconds = available / max(len(chosen), 1)
-        self.record.save(trials=chosen, seconds_per_trial=seconds)
+        self.record.save(trials=chosen, seconds_per_trial=seconds, least_per_trial=longest)
 
     def train_final(self) -> list[str]:
         """Train the winner on training and validation images, in the time that its evaluation leaves."""
@@ -213,8 +216,11 @@ class Search:
             write_final(self.table, self.final_table)
         rows = read_table(self.final_table)
         images = sum(row["split"] == "train" for row in rows)
-        passes = 2 * len(rows) / content["candidates"][winner.name]["images_per_second"]
-        reserve = passes + 2 * content["overhead"] + content["start"]
+        test_images = sum(row["split"] == "test" for row in rows)
+        # The evaluation computes features of all images, and compares test images and edited copies with the others.
+        passes = len(rows) + PASSES_OF_TEST * test_images
+        speed = content["candidates"][winner.name]["images_per_second"]
+        reserve = passes / speed + 2 * content["overhead"] + content["start"]
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         failure = None

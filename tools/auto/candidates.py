@@ -75,6 +75,7 @@ class Candidate:
             settings |= {"DATA.DATASET": f"csv:{table}", "DATA.GROUP": "group", "DATA.KEEP_TEST": False}
             settings["DATA.DATA_PATH"] = f"{(root if root.is_dir() else root.parent).absolute()}"
         settings |= more or {}
+        run = replace(run, words={key: value for key, value in run.words.items() if key not in settings})
         given = {key: (value, "auto.py") for key, value in settings.items()}
         with unheard(logging.WARNING):
             return replace(line, run=run).load(given).config
@@ -178,8 +179,8 @@ def probe(trained: Trained) -> Probe:
 
 
 def _features(trained: Trained, part: str) -> Features:
-    dataset = split_of_run(trained, part)
     with unheard(logging.WARNING), trained.computing(trained.config.DATA.val_batch):
+        dataset = split_of_run(trained, part)
         return features_of(trained, trained.config, dataset, dataset.data)
 
 
@@ -187,10 +188,10 @@ def _fitted(trained: Trained, features: Features, rows: np.ndarray) -> tuple[Cla
     """Fit a classifier to some training images, and return it with whether each is recognised in cross-validation."""
     labels = features.labels[rows]
     columns = np.ascontiguousarray(features.of(pool_of(trained.model))[rows])
-    dataset = split_of_run(trained, "train")
-    fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
     classes = int(trained.config.MODEL.NUM_CLASSES)
     with unheard(logging.WARNING):
+        dataset = split_of_run(trained, "train")
+        fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
         classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
     return classifier, logits.argmax(1) == labels
 

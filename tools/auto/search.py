@@ -18,6 +18,7 @@ from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
 from tools.compare.runs import Contender, Run, Value, train_run
 from utils.errors import TrainingError, UserError
+from utils.log import LOG, log
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.statistics.groups import Groups
@@ -159,7 +160,8 @@ class Search:
             failure = self._train(self._named(name), folder, self.table, seconds, {"DATA.CHECK": "off"})
             trial = Trial.of_run(folder)
             if trial is None:
-                lines.append(f"  {name} was not fine-tuned: {failure or 'no epoch ended in time'}")
+                reason, _, _ = (failure or "no epoch ended in time").partition(". ")
+                lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
                 continue
             trials[name] = trial
             value = f"{accuracy(trial.is_right, trial.groups)}, epoch {trial.epoch}"
@@ -181,7 +183,7 @@ class Search:
         equal, differences = separate(hits, first.groups)
         winner = max(equal, key=lambda name: content["candidates"][name]["images_per_second"])
         gain, low, high = trials[winner].gain
-        is_fine_tuned = high >= 0
+        is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned)
         each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
         head = f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}"
@@ -189,7 +191,9 @@ class Search:
         choice = f"  {winner} wins, {reason}"
         if differences:
             choice += f" (against {equal[0]}: {'; '.join(differences)})"
-        verdict = "it is fine-tuned" if is_fine_tuned else "fine-tuning is worse beyond chance, so the probe is kept"
+        verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
+        if low <= 0 <= high:
+            verdict += ", though the difference may be chance"
         with_probe = f"  against its own probe {gain:+.0f} images ({low:+.0f} to {high:+.0f}): {verdict}"
         return [head, choice, with_probe, *lines]
 
@@ -263,5 +267,6 @@ class Search:
             limit = clock(max(min(seconds, self.record.left), 1))
             more = {"MAX_TIME": limit, **more}
             words = ["-max_time", limit]
+            log.info("  %s: a training of at most %s; %s shows how far it is", candidate.name, limit, folder / LOG)
         config = candidate.load(self.line, table, more)
         return train_run(Run(candidate.name, config.SEED, config, folder), *words)

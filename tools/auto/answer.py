@@ -6,7 +6,6 @@ from pathlib import Path
 
 from engine.trained.model import load_trained, split_of_run
 from tools.auto.candidates import build, probe
-from tools.auto.data import MOST_DOUBTS
 from tools.auto.search import Search
 from tools.common.evaluation import evaluation_of, measured, with_bar
 from tools.common.tables import in_columns
@@ -17,6 +16,8 @@ from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock
 from vitamp.checkpoints import located
+
+MOST_DOUBTS = 3
 
 
 def answer(search: Search) -> list[str]:
@@ -30,12 +31,13 @@ def answer(search: Search) -> list[str]:
         test = split_of_run(trained, "test")
         evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
         result, doubts = doubts_of(trained, test, evaluation)
-    probed, _ = build(search.winner.load(search.line, search.final_table))
+    winner = content["winner"]
+    probed, _ = build(search.candidates[winner].load(search.line, search.final_table))
     found = probe(probed)
 
     top1 = measured(result.value, result.interval)
     lines = [
-        f"Answer: {search.winner.name}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
+        f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval)",
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
         f"{found.on_test()}",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,49 +45,49 @@ FEWEST = 20
 """With fewer images, this accuracy says nothing"""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A model with pretrained weights, perhaps at an image size of its own."""
 
-    name: str
-    """As the user or the list of defaults names it"""
     model: str
     weights: str
-    image_size: str = ""
-    bytes: int = 0
+    image_size: str
+    bytes: int
     """Size of the weights, by which candidates are ordered"""
 
-    def load(self, line: ToolLine, table: Path | None = None, more: Mapping[str, Any] | None = None) -> Config:
+    def load(self, line: ToolLine, table: Path | None = None, **more: Any) -> Config:
         """Return the settings of a run of this candidate: the recipe's, those of the command line, and `more`.
 
-        `table`: names the splits; without one, the data is read as the command line says.
+        `table`: names the splits; without one, the data is read as the command line says. `more`: names of settings
+        with __ in place of the dot.
         """
-        run = replace(line.run, cfg=line.run.cfg or "finetune")
+        root = Path(line.asked.data).expanduser()
         settings: dict[str, Any] = {"MODEL.NAME": self.model, "MODEL.PRETRAINED": self.weights}
-        settings |= {"TRAIN.NUM_EPOCHS": AUTO, "DATA.DATA_PATH": line.asked.data, "DATA.KEEP_TEST": True}
+        settings |= {"TRAIN.NUM_EPOCHS": AUTO, "DATA.DATA_PATH": f"{root}", "DATA.KEEP_TEST": True}
+        replaced = set[str]()
+        if table is not None:
+            replaced.update(OF_DATA)
+            folder = root if root.is_dir() else root.parent
+            settings |= {"DATA.DATASET": f"csv:{table}", "DATA.DATA_PATH": f"{folder.absolute()}"}
+            settings |= {"DATA.GROUP": "group", "DATA.KEEP_TEST": False}
         if self.image_size:
             settings["DATA.IMAGE_SIZE"] = self.image_size
-        if table is not None:
-            flags = {key: value for key, value in run.flags.items() if key not in OF_DATA}
-            words = {key: value for key, value in run.words.items() if key not in OF_DATA}
-            run = replace(run, flags=flags, words=words)
-            root = Path(line.asked.data).expanduser()
-            settings |= {"DATA.DATASET": f"csv:{table}", "DATA.GROUP": "group", "DATA.KEEP_TEST": False}
-            settings["DATA.DATA_PATH"] = f"{(root if root.is_dir() else root.parent).absolute()}"
-        settings |= more or {}
-        run = replace(run, words={key: value for key, value in run.words.items() if key not in settings})
-        given = {key: (value, "auto.py") for key, value in settings.items()}
+        settings |= {key.replace("__", "."): value for key, value in more.items()}
+        replaced.update(settings)
+        flags = {key: value for key, value in line.run.flags.items() if key not in replaced}
+        flags |= {key: (value, "auto.py") for key, value in settings.items()}
+        words = {key: value for key, value in line.run.words.items() if key not in replaced}
+        run = replace(line.run, cfg=line.run.cfg or "finetune", flags=flags, words=words)
         with unheard(logging.WARNING):
-            return replace(line, run=run).load(given).config
+            return replace(line, run=run).load().config
 
 
-def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[list[Candidate], list[str]]:
+def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str, Candidate], list[str]]:
     """Return the candidates whose weights can be had, the smallest first, and the names of the others.
 
     `text`: the value of -weights, in which a word is a name of timm, MODEL=FILE, or a run; a model may be followed by
     an image size, as in resnet18@96. Raises UserError for a word that is none of these, and if there is no candidate.
     """
-    found = []
+    found = dict[str, Candidate]()
     missing = []
     for word in text.split(",") if text else defaults:
         named, _, file = word.strip().partition("=")
@@ -106,18 +106,15 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[list[Can
             continue
         assert files is not None, "downloaded"
         size = sum(path.stat().st_size for path in files.files)
-        name = f"{model}@{image_size}" if image_size else model
-        found.append(Candidate(name, model, weights, image_size, size))
+        name = named if named not in found else word.strip()
+        found[name] = Candidate(model, weights, image_size, size)
     if not found:
         raise UserError(
             f"No pretrained weights: {', '.join(missing)} are not on this machine and cannot be fetched. Give weights "
             "by -weights MODEL=FILE, such as -weights resnet18=resnet18.safetensors."
         )
-    names = [candidate.name for candidate in found]
-    for number, candidate in enumerate(found):
-        if names.count(candidate.name) > 1:
-            found[number] = replace(candidate, name=f"{candidate.name} of {Path(candidate.weights).name}")
-    return sorted(found, key=lambda candidate: (candidate.bytes, candidate.image_size.zfill(9))), missing
+    smallest_first = sorted(found, key=lambda name: (found[name].bytes, found[name].image_size.zfill(9)))
+    return {name: found[name] for name in smallest_first}, missing
 
 
 @dataclass

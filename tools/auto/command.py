@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     device, _ = line.run.flags.get("DEVICE", (line.run.words.get("DEVICE"), ""))
     is_cpu = pick_device(device, ALONE).type == "cpu"
     candidates, missing = find_candidates(line.asked.weights, ON_CPU if is_cpu else ON_GPU)
-    config = candidates[0].load(line)
+    config = next(iter(candidates.values())).load(line)
     out = results_folder(line.asked.output).absolute()
     given = {key: f"{value}" for key, (value, _) in line.run.flags.items()} | line.run.words
     given.pop("MAX_TIME")
@@ -87,10 +87,13 @@ def main(argv: list[str]) -> int:
     if "start" not in record.content:
         record.save(start=record.used)  # seconds until here, which each run takes, too
     if_interrupted.append("the same command goes on")
-    with terminating():
-        record.stage("data", lambda: divide(config, search.table))
-        record.stage("probes", search.probe_all)
-        record.stage("trials", search.try_out)
-        record.stage("final", search.train_final)
-        record.stage("answer", lambda: answer(search))
+    try:
+        with terminating():
+            record.stage("data", lambda: divide(config, search.table))
+            record.stage("probes", search.probe_all)
+            record.stage("trials", search.try_out)
+            record.stage("final", search.train_final)
+            record.stage("answer", lambda: answer(search))
+    finally:
+        record.save()  # the time that is used, also where this call is interrupted
     return EXIT_DONE

@@ -12,7 +12,7 @@ from datasets import auto_workers, comes_unsplit, source_of
 from datasets.base import Samples
 from datasets.examine.findings import Split
 from datasets.labels import distinct_names, label_words
-from engine.report.trust import doubts
+from engine.report.trust import UNWARNED, doubts
 from tools.check_data.command import open_splits
 from tools.check_data.findings import find_problems
 from tools.check_data.new_split import TITLES, write_split, write_table
@@ -25,7 +25,6 @@ from vitamp.files import write_atomically
 
 FRACTIONS = (0.7, 0.15, 0.15)
 """Fractions of the images for training, validation and test, where the data has no test split"""
-MOST_DOUBTS = 3
 MOST_KEPT = 10
 """Most groups of images that the final run validates on, which decide nothing"""
 Row = dict[str, str]
@@ -60,7 +59,8 @@ def divide(config: Config, table: Path) -> list[str]:
     numbers = f"{sizes['train']:,} training, {sizes['val']:,} validation and {sizes['test']:,} test images"
     lines = [f"Data: {source_of(data)}, {config.MODEL.NUM_CLASSES} classes: {numbers} ({origin}): {table}"]
     found = doubts(asdict(find_problems(splits, config.MODEL.NUM_CLASSES, data)))
-    return lines + [f"  {doubt.words()}" for doubt in found[:MOST_DOUBTS]]
+    # Other doubts are about splits that may be made anew.
+    return lines + [f"  {doubt.words()}" for doubt in found if doubt.kind in UNWARNED]
 
 
 def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, table: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +34,13 @@ MOST_TRIALS = 3
 NEVER = 10_000
 """Epochs between validations of the final run, so that only its end validates"""
 PASSES = 5
-"""An epoch of training with a validation takes about as long as so many passes that compute features"""
+"""The model takes about as long for an epoch of training with a validation as for features of so many times the images"""
 PASSES_OF_TEST = 8
+"""The same for the test images and all that is compared with them"""
 STARTS = 3
 """A run takes about as long as so many starts of this process before its first update and after its last one"""
+LEAST_SECONDS = 10
+"""Seconds that the data, the end and all else take at least"""
 
 
 class Trial(NamedTuple):
@@ -69,27 +73,16 @@ class Search:
 
     line: ToolLine
     record: Record
-    candidates: list[Candidate]
-    """The smallest first"""
+    candidates: dict[str, Candidate]
+    """By name, the smallest first"""
     missing: list[str]
     """Models whose weights cannot be had"""
 
-    @property
-    def table(self) -> Path:
-        """The table that names the split of each image."""
-        return self.record.folder / "split.csv"
-
-    @property
-    def final_table(self) -> Path:
-        """The same, with most validation images among the training images."""
-        return self.record.folder / "final.csv"
-
-    @property
-    def winner(self) -> Candidate:
-        return self._named(self.record.content["winner"])
-
-    def _named(self, name: str) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.name == name)
+    def __post_init__(self) -> None:
+        self.table = self.record.folder / "split.csv"
+        """The table that names the split of each image"""
+        self.final_table = self.record.folder / "final.csv"
+        """The same, with most validation images among the training images"""
 
     def probe_all(self) -> list[str]:
         """Compare the candidates by linear probes, the smallest first, as far as a fourth of the time allows.
@@ -103,21 +96,21 @@ class Search:
         about = dict[str, dict[str, Any]]()
         no_time = list[str]()
         overhead = 0.0  # seconds of a probe beyond those of the model: decoding and the fit
-        for candidate in self.candidates:
+        for name, candidate in self.candidates.items():
             trained, speed = build(candidate.load(self.line, self.table))
             started = time.monotonic()
             needed = images / speed + overhead
             if not hits:
-                self._check_time(candidate, needed)
+                self._check_time(name, needed)
             elif needed > FOR_PROBES * self.record.limit - (started - began):
-                no_time.append(f"{candidate.name} (about {clock(needed)})")
+                no_time.append(f"{name} (about {clock(needed)})")
                 continue
             found = probe(trained)
             seconds = time.monotonic() - started
             overhead = max(overhead, seconds - images / speed)
-            hits[candidate.name] = found.is_right
+            hits[name] = found.is_right
             groups = found.features.groups
-            about[candidate.name] = {
+            about[name] = {
                 "in_folds": accuracy(found.is_right, groups),
                 "parameters": count_parameters(trained.model)[0],
                 "images_per_second": round(speed, 1),
@@ -137,14 +130,14 @@ class Search:
             lines.append(f"  not tried: {'; '.join(not_tried)}")
         return lines
 
-    def _check_time(self, candidate: Candidate, needed: float) -> None:
-        """Raise UserError if the probe of the first candidate, of `needed` seconds, takes most of the time."""
+    def _check_time(self, name: str, needed: float) -> None:
+        """Raise UserError if even the probe of the first candidate, of `needed` seconds, and a final run do not fit."""
         record = self.record
-        if needed > min(record.limit / 2, record.left):
-            least = clock(record.used + 4 * needed + 60)
+        least = record.used + 4 * needed + STARTS * record.content["start"] + LEAST_SECONDS
+        if record.limit < least:
             raise UserError(
                 f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used, and the features of the "
-                f"training images by {candidate.name} take about {clock(needed)} here. Give at least {least}."
+                f"training images by {name} take about {clock(needed)} here. Give at least {clock(least)}."
             )
 
     def try_out(self) -> list[str]:
@@ -157,7 +150,7 @@ class Search:
         trials = dict[str, Trial]()
         for name in content["trials"]:
             folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
-            failure = self._train(self._named(name), folder, self.table, seconds, {"DATA.CHECK": "off"})
+            failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
             trial = Trial.of_run(folder)
             if trial is None:
                 reason, _, _ = (failure or "no epoch ended in time").partition(". ")
@@ -173,10 +166,8 @@ class Search:
         if not trials:
             winner = content["equal"][0]
             self.record.save(winner=winner, fine_tuned=False)
-            return [
-                f"Trials: none; {winner}, the fastest that probes do not tell from the best, keeps its probe",
-                *lines,
-            ]
+            head = f"Trials: none; {winner}, the fastest that probes do not tell from the best, keeps its probe"
+            return [head, *lines]
 
         hits = {name: trial.is_right for name, trial in trials.items()}
         first = next(iter(trials.values()))
@@ -186,16 +177,16 @@ class Search:
         is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned)
         each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
-        head = f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}"
-        reason = "the most accurate" if winner == equal[0] else "the fastest that is not told from the most accurate"
-        choice = f"  {winner} wins, {reason}"
+        lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}")
         if differences:
-            choice += f" (against {equal[0]}: {'; '.join(differences)})"
+            lines.append(
+                f"  against {equal[0]} {'; '.join(differences)}; {winner} is the fastest not told apart, and wins"
+            )
         verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
         if low <= 0 <= high:
             verdict += ", though the difference may be chance"
-        with_probe = f"  against its own probe {gain:+.0f} images ({low:+.0f} to {high:+.0f}): {verdict}"
-        return [head, choice, with_probe, *lines]
+        lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}); {verdict}")
+        return lines
 
     def _plan_trials(self) -> None:
         """Decide which candidates are fine-tuned, the fastest first, and for how many seconds each."""
@@ -205,8 +196,8 @@ class Search:
         chosen = list[str]()
         longest = 0.0
         for name in content["equal"][:MOST_TRIALS]:
-            passes = images / content["candidates"][name]["images_per_second"] + content["overhead"]
-            longest = max(longest, PASSES * passes + STARTS * content["start"])
+            seconds = PASSES * images / content["candidates"][name]["images_per_second"]
+            longest = max(longest, seconds + 2 * content["overhead"] + STARTS * content["start"])
             if (len(chosen) + 1) * longest <= available:
                 chosen.append(name)
         seconds = available / max(len(chosen), 1)
@@ -215,34 +206,30 @@ class Search:
     def train_final(self) -> list[str]:
         """Train the winner on training and validation images, in the time that its evaluation leaves."""
         content = self.record.content
-        winner = self.winner
+        name = content["winner"]
         if not self.final_table.exists():
             write_final(self.table, self.final_table)
-        rows = read_table(self.final_table)
-        images = sum(row["split"] == "train" for row in rows)
-        test_images = sum(row["split"] == "test" for row in rows)
+        images = Counter(row["split"] for row in read_table(self.final_table))
         # The evaluation computes features of all images, and compares test images and edited copies with the others.
-        passes = len(rows) + PASSES_OF_TEST * test_images
-        speed = content["candidates"][winner.name]["images_per_second"]
-        reserve = passes / speed + 2 * content["overhead"] + content["start"]
+        passes = images.total() + PASSES_OF_TEST * images["test"]
+        reserve = passes / content["candidates"][name]["images_per_second"] + 2 * content["overhead"] + content["start"]
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
-        failure = None
-        if content["fine_tuned"]:
-            failure = self._train(
-                winner, folder, self.final_table, self.record.left - reserve, {"VALIDATE_FREQ": NEVER}
-            )
+        is_fine_tuned = content["fine_tuned"]
+        if is_fine_tuned:
+            seconds = self.record.left - reserve
+            failure = self._train(name, folder, self.final_table, seconds, VALIDATE_FREQ=NEVER)
             reports = History.of_run(folder).of("train")
-            if failure is None and reports:
-                how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
-                if not is_finished(folder):
-                    how += ", in the last of which the time was over"
+            is_fine_tuned = failure is None and len(reports) > 0
+            if is_fine_tuned:
+                ending = "" if is_finished(folder) else ", in the last of which the time was over"
+                how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}{ending}"
             else:
+                how += f", since fine-tuning failed ({failure or 'the time was over before its first update'})"
                 folder = folder.with_name("final-probe")
-                how += f", since fine-tuning failed ({failure or 'the time was over before the first update'})"
-        if "probe" in how:
-            no_epochs = {"TRAIN.NUM_EPOCHS": 0, "TRAIN.WARMUP_EPOCHS": 0, "MODEL.FREEZE": "backbone", "MAX_TIME": None}
-            failure = self._train(winner, folder, self.final_table, None, no_epochs)
+        if not is_fine_tuned:
+            no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
+            failure = self._train(name, folder, self.final_table, None, **no_epochs)
             if failure:
                 raise TrainingError(f"The final run failed: {failure}")
         # The few validation images choose no checkpoint: the last one is what other tools take, too.
@@ -251,22 +238,20 @@ class Search:
         assert last is not None, "a run that ends has saved"
         write_index(root, last, last)
         self.record.save(run=f"{folder}", how=how)
-        return [f"Final: {winner.name}, {how}, on {images:,} training and validation images: {folder}"]
+        return [f"Final: {name}, {how}, on {images['train']:,} training and validation images: {folder}"]
 
-    def _train(
-        self, candidate: Candidate, folder: Path, table: Path, seconds: float | None, more: dict[str, Any]
-    ) -> str | None:
-        """Train a run, or go on with it, for at most so many seconds; None: without a limit.
+    def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:
+        """Train a run of a candidate, or go on with it, for at most so many seconds; None: without a limit.
 
-        `more`: settings of this run. Returns why it failed; None if it did not, or has finished before.
+        `more`: settings, as for `Candidate.load`. Returns why it failed; None if it did not, or has finished before.
         """
         if is_finished(folder):
             return None
+        limit = None
         words = list[str]()
         if seconds is not None:
             limit = clock(max(min(seconds, self.record.left), 1))
-            more = {"MAX_TIME": limit, **more}
             words = ["-max_time", limit]
-            log.info("  %s: a training of at most %s; %s shows how far it is", candidate.name, limit, folder / LOG)
-        config = candidate.load(self.line, table, more)
-        return train_run(Run(candidate.name, config.SEED, config, folder), *words)
+            log.info("  %s: a training of at most %s; %s shows how far it is", name, limit, folder / LOG)
+        config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
+        return train_run(Run(name, config.SEED, config, folder), *words)

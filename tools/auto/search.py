@@ -34,7 +34,7 @@ MOST_TRIALS = 3
 NEVER = 10_000
 """Epochs between validations of the final run, so that only its end validates"""
 PASSES = 5
-"""The model takes about as long for an epoch of training with a validation as for features of so many times the images"""
+"""An epoch of training with a validation takes a model about as long as the features of so many times the images"""
 PASSES_OF_TEST = 8
 """The same for the test images and all that is compared with them"""
 STARTS = 3

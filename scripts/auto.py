@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the best model for your images in a given time: from a folder to a model that is evaluated on test images."""
+"""Find a good model for your images in a given time, and evaluate it on test images."""
 
 from start import tool
 

@@ -211,8 +211,10 @@ def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str],
     for name in others:
         gain, low, high = agresti_min(hits[name], hits[best], groups)
         is_worse = mcnemar(hits[name], hits[best], groups) * len(others) < SIGNIFICANCE
-        verdict = "worse beyond chance" if is_worse else "not told apart"
-        words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
+        verdict = "worse beyond chance"
         if not is_worse:
             equal.append(name)
+            verdict = "not told apart"
+            high = max(high, 0.0)  # the test is stricter than the interval
+        words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
     return equal, words

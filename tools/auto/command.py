@@ -1,4 +1,4 @@
-"""Find the best model for your images in a given time: from a folder to a model that is evaluated on test images.
+"""Find a good model for your images in a given time, and evaluate it on test images.
 
     python scripts/auto.py /data/flowers -max_time 0:30:00 -output runs/flowers
     python scripts/auto.py /data/flowers -max_time 2:00:00 -weights resnet18=r.safetensors,vit_tiny_patch16_224

@@ -122,7 +122,7 @@ class Search:
 
         lines = [f"Probes: best {best}, {about[best]['in_folds']} in {FOLDS} folds of {images:,} training images"]
         if differences:
-            lines.append(f"  against it {'; '.join(differences)}")
+            lines.append(f"  beside it: {'; '.join(differences)}")
         not_tried = [f"no time for {name}" for name in no_time]
         if self.missing:
             not_tried.append(f"no weights of {', '.join(self.missing)}, which -weights MODEL=FILE gives")
@@ -180,7 +180,7 @@ class Search:
         lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}")
         if differences:
             lines.append(
-                f"  against {equal[0]} {'; '.join(differences)}; {winner} is the fastest not told apart, and wins"
+                f"  beside {equal[0]}: {'; '.join(differences)}. {winner} is the fastest not told apart, and wins"
             )
         verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
         if low <= 0 <= high:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find a good model for your images in a given time, and evaluate it on test images."""
+"""Find a good model for your images in a given time, and evaluate it."""
 
 from start import tool
 

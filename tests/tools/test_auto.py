@@ -54,9 +54,7 @@ def auto(
     """auto.py in this process, with results in tmp_path/out; its time begins now."""
     assert trainings.started == []
     monkeypatch.setattr(candidates, "TIMES", 1)
-    # Trials are planned on a busy machine, too.
-    monkeypatch.setattr(search, "PASSES", 0)
-    monkeypatch.setattr(search, "STARTS", 0)
+    monkeypatch.setattr(search, "LEAST_TRIAL", 1)  # of such small images
 
     def call(*words: object, data: Path = made / "data", code: int = 0, limit: str = "0:04:00") -> Result:
         monkeypatch.setattr("tools.auto.record.BEGAN", time.monotonic())

@@ -1,6 +1,5 @@
 """The answer of auto.py: the evaluation of the final run on the test images, and what it leaves open."""
 
-import logging
 import shlex
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from tools.common.evaluation import evaluation_of, measured, with_bar
 from tools.common.tables import in_columns
 from tools.common.trust import doubts_of
 from utils.cli import command_line
-from utils.log import unheard
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock
@@ -26,11 +24,10 @@ def answer(search: Search) -> list[str]:
     content = record.content
     run = Path(content["run"])
     given = command_line({"eval": True}, {"DATA.PART": "test"})
-    with unheard(logging.WARNING):
-        trained = load_trained(located(run / "last"), given=given)
-        test = split_of_run(trained, "test")
-        evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
-        result, doubts = doubts_of(trained, test, evaluation)
+    trained = load_trained(located(run / "last"), given=given)
+    test = split_of_run(trained, "test")
+    evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
+    result, doubts = doubts_of(trained, test, evaluation)
     winner = content["winner"]
     probed, _ = build(search.candidates[winner].load(search.line, search.final_table))
     found = probe(probed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from utils.config.keys import deciding
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.log import unheard
 from utils.statistics.groups import Groups, effective_images
 from utils.statistics.paired import SIGNIFICANCE, agresti_min, mcnemar
 from utils.statistics.proportions import wilson
@@ -77,8 +75,7 @@ class Candidate(NamedTuple):
         flags |= {key: (value, "auto.py") for key, value in settings.items()}
         words = {key: value for key, value in line.run.words.items() if key not in replaced}
         run = replace(line.run, cfg=line.run.cfg or "finetune", flags=flags, words=words)
-        with unheard(logging.WARNING):
-            return replace(line, run=run).load().config
+        return replace(line, run=run).load().config
 
 
 def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str, Candidate], list[str]]:
@@ -157,8 +154,7 @@ class Probe:
 
 def build(config: Config) -> tuple[Trained, float]:
     """Build a model with its pretrained weights, and measure how many images per second it computes here."""
-    with unheard(logging.WARNING):
-        trained = pretrained(config, ALONE)
+    trained = pretrained(config, ALONE)
     images = torch.zeros(TIMED, *config.DATA.shape, dtype=torch.uint8)
     seconds = list[float]()
     for _ in range(TIMES):
@@ -176,8 +172,8 @@ def probe(trained: Trained) -> Probe:
 
 
 def _features(trained: Trained, part: str) -> Features:
-    with unheard(logging.WARNING), trained.computing(trained.config.DATA.val_batch):
-        dataset = split_of_run(trained, part)
+    dataset = split_of_run(trained, part)
+    with trained.computing(trained.config.DATA.val_batch):
         return features_of(trained, trained.config, dataset, dataset.data)
 
 
@@ -186,10 +182,9 @@ def _fitted(trained: Trained, features: Features, rows: np.ndarray) -> tuple[Cla
     labels = features.labels[rows]
     columns = np.ascontiguousarray(features.of(pool_of(trained.model))[rows])
     classes = int(trained.config.MODEL.NUM_CLASSES)
-    with unheard(logging.WARNING):
-        dataset = split_of_run(trained, "train")
-        fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
-        classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
+    dataset = split_of_run(trained, "train")
+    fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
+    classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
     return classifier, logits.argmax(1) == labels
 
 

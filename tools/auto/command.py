@@ -1,4 +1,4 @@
-"""Find a good model for your images in a given time, and evaluate it on test images.
+"""Find a good model for your images in a given time, and evaluate it.
 
     python scripts/auto.py /data/flowers -max_time 0:30:00 -output runs/flowers
     python scripts/auto.py /data/flowers -max_time 2:00:00 -weights resnet18=r.safetensors,vit_tiny_patch16_224
@@ -44,7 +44,6 @@ REFUSED = {
     "DATA.DATA_PATH": "name the data without a flag",
     "DATA.FOLD": "leave it out, since the images are divided once",
     "DATA.KEEP_TEST": "leave it out, since a test split is always kept for the end",
-    "EVAL": "leave it out, since models are trained",
     "MODEL.NAME": "list models in -weights",
     "MODEL.PRETRAINED": "list weights in -weights",
     "MODEL.RESUME": "leave it out: the same command goes on where it was interrupted",
@@ -84,8 +83,6 @@ def main(argv: list[str]) -> int:
     assert config.MAX_TIME is not None, "checked above"
     record = Record(out, asked, seconds_of(config.MAX_TIME))
     search = Search(line, record, candidates, missing)
-    if "start" not in record.content:
-        record.save(start=record.used)  # seconds until here, which each run takes, too
     if_interrupted.append("the same command goes on")
     try:
         with terminating():

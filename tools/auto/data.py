@@ -2,7 +2,6 @@
 
 import csv
 import io
-import logging
 from collections import Counter
 from dataclasses import asdict
 from itertools import count
@@ -20,7 +19,6 @@ from tools.check_data.scan import scan_split
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.log import unheard
 from vitamp.files import write_atomically
 
 FRACTIONS = (0.7, 0.15, 0.15)
@@ -45,8 +43,7 @@ def divide(config: Config, table: Path) -> list[str]:
     workers = auto_workers(given=data.NUM_WORKERS)
     splits = [scan_split(title, samples, data, workers) for title, samples in samples_of.items()]
     if test is None:
-        with unheard(logging.WARNING):
-            write_split(config.changed(MODEL={"PRETRAINED": None}), splits, FRACTIONS, table)
+        write_split(config.changed(MODEL={"PRETRAINED": None}), splits, FRACTIONS, table)
         origin = "divided anew"
         if not comes_unsplit(data):
             origin += ", your validation split among them"

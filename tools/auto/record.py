@@ -1,5 +1,6 @@
 """What auto.py has decided so far, and the time that it has used, so that the same command goes on after a kill."""
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 from engine.machine.stopping import BEGAN
 from utils.errors import UserError
-from utils.log import log
+from utils.log import log, unheard
 from utils.record.run_folder import write_json
+from utils.text import clock
 from vitamp.files import read_json, write_atomically
 
 
@@ -52,7 +54,9 @@ class Record:
         """Do a stage and print the lines that it returns; those of a stage that is done are printed again."""
         stages = self.content["stages"]
         if name not in stages:
-            stages[name] = work()
+            log.info("%s ... (%s left)", name, clock(self.left))
+            with unheard(logging.WARNING):
+                stages[name] = work()
             self.save()
         log.info("%s", "\n".join(stages[name]))
         text = "\n".join("\n".join(lines) for lines in stages.values())

@@ -19,7 +19,6 @@ from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
 from tools.compare.runs import Contender, Run, Value, train_run
 from utils.errors import TrainingError, UserError
-from utils.log import LOG, log
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.statistics.groups import Groups
@@ -33,14 +32,12 @@ FOR_TRIALS = 1 / 3
 MOST_TRIALS = 3
 NEVER = 10_000
 """Epochs between validations of the final run, so that only its end validates"""
-PASSES = 5
-"""An epoch of training with a validation takes a model about as long as the features of so many times the images"""
+LEAST_SECONDS = 30
+"""Seconds that all but probes and trials takes at least"""
+LEAST_TRIAL = 60
+"""Seconds per trial below which fewer candidates are tried"""
 PASSES_OF_TEST = 8
-"""The same for the test images and all that is compared with them"""
-STARTS = 3
-"""A run takes about as long as so many starts of this process before its first update and after its last one"""
-LEAST_SECONDS = 10
-"""Seconds that the data, the end and all else take at least"""
+"""The evaluation takes a model about as long as features of so many times the test images"""
 
 
 class Trial(NamedTuple):
@@ -133,7 +130,7 @@ class Search:
     def _check_time(self, name: str, needed: float) -> None:
         """Raise UserError if even the probe of the first candidate, of `needed` seconds, and a final run do not fit."""
         record = self.record
-        least = record.used + 4 * needed + STARTS * record.content["start"] + LEAST_SECONDS
+        least = record.used + 4 * needed + LEAST_SECONDS
         if record.limit < least:
             raise UserError(
                 f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used, and the features of the "
@@ -144,7 +141,10 @@ class Search:
         """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins."""
         content = self.record.content
         if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
-            self._plan_trials()
+            available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
+            most = min(MOST_TRIALS, max(1, int(available / LEAST_TRIAL)))
+            chosen = content["equal"][:most]
+            self.record.save(trials=chosen, seconds_per_trial=available / len(chosen))
         seconds = content["seconds_per_trial"]
         lines = list[str]()
         trials = dict[str, Trial]()
@@ -161,8 +161,7 @@ class Search:
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
-            least = clock(content["least_per_trial"])
-            lines.append(f"  not fine-tuned: {', '.join(skipped)}; a trial needs about {least}, of a third of the time")
+            lines.append(f"  no time to fine-tune {', '.join(skipped)}")
         if not trials:
             winner = content["equal"][0]
             self.record.save(winner=winner, fine_tuned=False)
@@ -188,21 +187,6 @@ class Search:
         lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}); {verdict}")
         return lines
 
-    def _plan_trials(self) -> None:
-        """Decide which candidates are fine-tuned, the fastest first, and for how many seconds each."""
-        content = self.record.content
-        available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
-        images = sum(row["split"] != "test" for row in read_table(self.table))
-        chosen = list[str]()
-        longest = 0.0
-        for name in content["equal"][:MOST_TRIALS]:
-            seconds = PASSES * images / content["candidates"][name]["images_per_second"]
-            longest = max(longest, seconds + 2 * content["overhead"] + STARTS * content["start"])
-            if (len(chosen) + 1) * longest <= available:
-                chosen.append(name)
-        seconds = available / max(len(chosen), 1)
-        self.record.save(trials=chosen, seconds_per_trial=seconds, least_per_trial=longest)
-
     def train_final(self) -> list[str]:
         """Train the winner on training and validation images, in the time that its evaluation leaves."""
         content = self.record.content
@@ -212,7 +196,9 @@ class Search:
         images = Counter(row["split"] for row in read_table(self.final_table))
         # The evaluation computes features of all images, and compares test images and edited copies with the others.
         passes = images.total() + PASSES_OF_TEST * images["test"]
-        reserve = passes / content["candidates"][name]["images_per_second"] + 2 * content["overhead"] + content["start"]
+        reserve = (
+            passes / content["candidates"][name]["images_per_second"] + 2 * content["overhead"] + LEAST_SECONDS / 2
+        )
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         is_fine_tuned = content["fine_tuned"]
@@ -252,6 +238,5 @@ class Search:
         if seconds is not None:
             limit = clock(max(min(seconds, self.record.left), 1))
             words = ["-max_time", limit]
-            log.info("  %s: a training of at most %s; %s shows how far it is", name, limit, folder / LOG)
         config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
         return train_run(Run(name, config.SEED, config, folder), *words)

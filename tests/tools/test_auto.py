@@ -153,7 +153,7 @@ def test_bad_weights_are_refused_before_images_are_read(
     missing = made / "test_vitt.safetensors"
     assert f"{missing}: no such file" in auto("-weights", f"{MODEL}={missing}", code=2).err
     assert "not a timm model" in auto("-weights", "no_such_model", code=2).err
-    assert f"write MODEL={made / MODEL}" in auto("-weights", made / f"{MODEL}.safetensors", code=2).err
+    assert f"name its model, too: MODEL={made / MODEL}" in auto("-weights", made / f"{MODEL}.safetensors", code=2).err
     assert "list models in -weights" in auto("-model", "resnet18", code=2).err
 
     def no_network(name: str) -> None:

@@ -41,12 +41,10 @@ def answer(search: Search) -> list[str]:
     ]
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
     lines += [""] + _table(content["candidates"]) + [""]
-    texts = found.with_fewer()
-    if len(texts) > 1:
-        lines.append(f"More images: the probe has {', '.join(texts)} of these images, in folds; more is not measured")
     quoted = shlex.quote(f"{run}")
-    repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "-output", "NEW"])
+    repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [
+        f"More images: in folds, the probe has {found.with_fewer()} of these images; more than these is not measured",
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
         f"A page about it: {tool('report')} {quoted} -part test",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from datasets.sources.split import split_rows
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import Classifier, fit, folds_of
 from engine.trained.model import Trained, pretrained, split_of_run
-from models.weights.find import local_weights, locate, model_of_run
+from models.weights.find import local_weights, locate
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import measured
 from utils.config import Config
@@ -36,11 +36,6 @@ TIMED = 16
 """Images of the batch that measures the speed of a model"""
 TIMES = 4
 """Number of times that this batch is computed; the fastest one counts, since other programs slow the others"""
-PARTS_OF_TRAINING = (4, 2, 1)
-"""Accuracy is measured with a quarter, half and all of the training images"""
-
-FEWEST = 20
-"""With fewer images, this accuracy says nothing"""
 
 
 class Candidate(NamedTuple):
@@ -81,8 +76,8 @@ class Candidate(NamedTuple):
 def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str, Candidate], list[str]]:
     """Return the candidates whose weights can be had, the smallest first, and the names of the others.
 
-    `text`: the value of -weights, in which a word is a name of timm, MODEL=FILE, or a run; a model may be followed by
-    an image size, as in resnet18@96. Raises UserError for a word that is none of these, and if there is no candidate.
+    `text`: the value of -weights, in which a word is a name of timm or MODEL=FILE; a model may be followed by an image
+    size, as in resnet18@96. Raises UserError for a word that is neither, and if there is no candidate.
     """
     found = dict[str, Candidate]()
     missing = []
@@ -90,12 +85,9 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str
         named, _, file = word.strip().partition("=")
         model, _, image_size = named.partition("@")
         weights = file or model
-        own = local_weights(weights)  # raises UserError if it is neither a path nor a name of timm
-        if own is not None and not file:
-            settings = model_of_run(own.file)
-            if settings is None:
-                raise UserError(f"-weights {word}: nothing in this file names its model; write MODEL={word}.")
-            model = settings.NAME
+        # `local_weights` raises UserError for what is neither a path nor a name of timm.
+        if local_weights(weights) is not None and not file:
+            raise UserError(f"-weights {word}: is a path; name its model, too: MODEL={word}.")
         try:
             files = locate(weights)
         except UserError:
@@ -134,33 +126,21 @@ class Probe:
         is_right = self.classifier.logits(test.of(self.pool)).argmax(1).numpy() == test.labels
         return accuracy(is_right, test.groups)
 
-    def with_fewer(self) -> list[str]:
-        """Return the accuracy in folds of a quarter, half and all of the training images, in words."""
-        labels = self.features.labels
+    def with_fewer(self) -> str:
+        """Return the accuracy in folds of half and of all training images, in words."""
+        data = self.trained.config.DATA.changed(FOLD="1/2")
         groups = self.features.groups
-        data = self.trained.config.DATA
-        texts = []
-        for parts in PARTS_OF_TRAINING:
-            is_right = self.is_right
-            rows = np.arange(len(labels))
-            if parts > 1:
-                rows = split_rows(labels, data.changed(FOLD=f"1/{parts}"), "val", "the training images", groups)
-                if len(rows) < FEWEST:
-                    continue
-                _, is_right = _fitted(self.trained, self.features, rows)
-            texts.append(f"{accuracy(is_right, np.array(groups)[rows])} with {len(rows):,}")
-        return texts
+        half = split_rows(self.features.labels, data, "val", "the training images", groups)
+        _, is_right = _fitted(self.trained, self.features, half)
+        with_half = accuracy(is_right, np.array(groups)[half])
+        return f"{with_half} with {len(half):,}, {accuracy(self.is_right, groups)} with {len(self.is_right):,}"
 
 
 def build(config: Config) -> tuple[Trained, float]:
     """Build a model with its pretrained weights, and measure how many images per second it computes here."""
     trained = pretrained(config, ALONE)
     images = torch.zeros(TIMED, *config.DATA.shape, dtype=torch.uint8)
-    seconds = list[float]()
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        trained.logits(images).cpu()
-        seconds.append(time.perf_counter() - began)
+    seconds = timeit.repeat(lambda: trained.logits(images).cpu(), repeat=TIMES, number=1)
     return trained, TIMED / min(seconds)
 
 

@@ -27,7 +27,7 @@ from utils.flags import Flag, Positional
 OWN = (
     Flag(
         "weights",
-        "models to compare: names of timm, MODEL=FILE, or runs, separated by commas; MODEL@96 is a model at this size",
+        "models to compare: names of timm or MODEL=FILE, separated by commas; MODEL@96 is a model at this image size",
         "A,B",
         default_text="four models that suit the device",
     ),

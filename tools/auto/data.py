@@ -25,7 +25,6 @@ FRACTIONS = (0.7, 0.15, 0.15)
 """Fractions of the images for training, validation and test, where the data has no test split"""
 MOST_KEPT = 10
 """Most groups of images that the final run validates on, which decide nothing"""
-Row = dict[str, str]
 
 
 def divide(config: Config, table: Path) -> list[str]:
@@ -79,7 +78,7 @@ def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, ta
     write_table(table, data, rows)
 
 
-def read_table(table: Path) -> list[Row]:
+def read_table(table: Path) -> list[dict[str, str]]:
     """Return the rows of a table that this tool has written."""
     with open(table, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ FOR_PROBES = 1 / 4
 FOR_TRIALS = 1 / 3
 """Fractions of the whole time"""
 MOST_TRIALS = 3
+FASTER = 1.2
+"""Candidates whose speeds differ by a smaller factor than about this are equally fast"""
 NEVER = 10_000
 """Epochs between validations of the final run, so that only its end validates"""
 LEAST_SECONDS = 30
@@ -113,11 +116,11 @@ class Search:
                 "images_per_second": round(speed, 1),
             }
         equal, differences = separate(hits, groups)
-        best = equal[0]
-        equal.sort(key=lambda name: -about[name]["images_per_second"])
         self.record.save(candidates=about, equal=equal, overhead=overhead)
 
-        lines = [f"Probes: best {best}, {about[best]['in_folds']} in {FOLDS} folds of {images:,} training images"]
+        lines = [
+            f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {images:,} training images"
+        ]
         if differences:
             lines.append(f"  beside it: {'; '.join(differences)}")
         not_tried = [f"no time for {name}" for name in no_time]
@@ -143,7 +146,7 @@ class Search:
         if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
             available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
             most = min(MOST_TRIALS, max(1, int(available / LEAST_TRIAL)))
-            chosen = content["equal"][:most]
+            chosen = self._fastest_first(content["equal"])[:most]
             self.record.save(trials=chosen, seconds_per_trial=available / len(chosen))
         seconds = content["seconds_per_trial"]
         lines = list[str]()
@@ -163,7 +166,7 @@ class Search:
         if skipped:
             lines.append(f"  no time to fine-tune {', '.join(skipped)}")
         if not trials:
-            winner = content["equal"][0]
+            winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=False)
             head = f"Trials: none; {winner}, the fastest that probes do not tell from the best, keeps its probe"
             return [head, *lines]
@@ -171,7 +174,7 @@ class Search:
         hits = {name: trial.is_right for name, trial in trials.items()}
         first = next(iter(trials.values()))
         equal, differences = separate(hits, first.groups)
-        winner = max(equal, key=lambda name: content["candidates"][name]["images_per_second"])
+        winner = self._fastest_first(equal)[0]
         gain, low, high = trials[winner].gain
         is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned)
@@ -187,6 +190,11 @@ class Search:
         lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}); {verdict}")
         return lines
 
+    def _fastest_first(self, names: list[str]) -> list[str]:
+        """Order candidates by their speed here. Those of about the same speed stay in their order."""
+        about = self.record.content["candidates"]
+        return sorted(names, key=lambda name: -round(math.log(about[name]["images_per_second"], FASTER)))
+
     def train_final(self) -> list[str]:
         """Train the winner on training and validation images, in the time that its evaluation leaves."""
         content = self.record.content
@@ -196,9 +204,8 @@ class Search:
         images = Counter(row["split"] for row in read_table(self.final_table))
         # The evaluation computes features of all images, and compares test images and edited copies with the others.
         passes = images.total() + PASSES_OF_TEST * images["test"]
-        reserve = (
-            passes / content["candidates"][name]["images_per_second"] + 2 * content["overhead"] + LEAST_SECONDS / 2
-        )
+        speed = content["candidates"][name]["images_per_second"]
+        reserve = passes / speed + 2 * content["overhead"] + LEAST_SECONDS / 2
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         is_fine_tuned = content["fine_tuned"]

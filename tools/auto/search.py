@@ -19,6 +19,7 @@ from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
 from tools.compare.runs import Contender, Run, Value, train_run
+from utils.config import config_of_run
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
@@ -215,8 +216,9 @@ class Search:
             reports = History.of_run(folder).of("train")
             is_fine_tuned = failure is None and len(reports) > 0
             if is_fine_tuned:
-                ending = "" if is_finished(folder) else ", in the last of which the time was over"
-                how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}{ending}"
+                how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
+                if not is_finished(folder):
+                    how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
             else:
                 how += f", since fine-tuning failed ({failure or 'the time was over before its first update'})"
                 folder = folder.with_name("final-probe")

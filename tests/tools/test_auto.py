@@ -146,6 +146,33 @@ def test_a_killed_call_goes_on(
     assert "name another -output" in auto("SEED=3", code=2).err
 
 
+@pytest.mark.slow
+def test_without_time_for_a_trial_validation_decides_about_the_only_training(
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "FOR_TRIALS", 0.001)
+    out = tmp_path / "out"
+    said = auto()
+    assert (
+        "was not fine-tuned in 0:00:00: exit code 2: TRAIN.NUM_EPOCHS auto: MAX_TIME 0:00:01 is too short" in said.out
+    )
+    assert "on training images alone; validation has chosen the epoch" in said.out
+    assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
+    assert len(metrics(out / "final", "val")) > 1
+
+
+@pytest.mark.slow
+def test_without_time_for_a_final_training_the_probe_is_the_answer(
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "FOR_TRIALS", 0.001)
+    monkeypatch.setattr(search, "PASSES_OF_TEST", 1e9)
+    said = auto()
+    assert "with its probe as classifier, since fine-tuning failed (exit code 2: TRAIN.NUM_EPOCHS auto" in said.out
+    assert record(tmp_path / "out")["run"].endswith("final-probe")
+    assert "of 13 test images, which decided nothing" in said.out
+
+
 def test_bad_weights_are_refused_before_images_are_read(
     auto: Call, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

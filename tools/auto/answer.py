@@ -13,7 +13,6 @@ from utils.cli import command_line
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock
-from vitamp.checkpoints import located
 
 MOST_DOUBTS = 3
 
@@ -24,7 +23,7 @@ def answer(search: Search) -> list[str]:
     content = record.content
     run = Path(content["run"])
     given = command_line({"eval": True}, {"DATA.PART": "test"})
-    trained = load_trained(located(run / "last"), given=given)
+    trained = load_trained(run, given=given)
     test = split_of_run(trained, "test")
     evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
     result, doubts = doubts_of(trained, test, evaluation)

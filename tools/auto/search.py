@@ -26,7 +26,7 @@ from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.statistics.groups import Groups
 from utils.statistics.paired import interval_and_test
 from utils.text import clock, counted
-from vitamp.checkpoints import CHECKPOINTS, read_index, write_index
+from vitamp.checkpoints import CHECKPOINTS, folder_name, read_index, write_index
 
 FOR_PROBES = 1 / 4
 FOR_TRIALS = 1 / 3
@@ -168,9 +168,9 @@ class Search:
             lines.append(f"  no time to fine-tune {', '.join(skipped)}")
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
-            self.record.save(winner=winner, fine_tuned=False)
-            head = f"Trials: none; {winner}, the fastest that probes do not tell from the best, keeps its probe"
-            return [head, *lines]
+            self.record.save(winner=winner, fine_tuned=True, validated=True)
+            why = "the fastest that probes do not tell from the best"
+            return [f"Trials: none; {winner}, {why}, is trained once, and validation decides about it", *lines]
 
         hits = {name: trial.is_right for name, trial in trials.items()}
         first = next(iter(trials.values()))
@@ -178,7 +178,7 @@ class Search:
         winner = self._fastest_first(equal)[0]
         gain, low, high = trials[winner].gain
         is_fine_tuned = gain >= 0
-        self.record.save(winner=winner, fine_tuned=is_fine_tuned)
+        self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
         each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
         lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}")
         if differences:
@@ -197,43 +197,60 @@ class Search:
         return sorted(names, key=lambda name: -round(math.log(about[name]["images_per_second"], FASTER)))
 
     def train_final(self) -> list[str]:
-        """Train the winner on training and validation images, in the time that its evaluation leaves."""
+        """Train the winner on training and validation images, in the time that its evaluation leaves.
+
+        If there was no trial, it is trained on the training images alone: validation compares its epochs and the probe.
+        """
         content = self.record.content
         name = content["winner"]
+        is_validated = content["validated"]
         if not self.final_table.exists():
             write_final(self.table, self.final_table)
-        images = Counter(row["split"] for row in read_table(self.final_table))
+        table = self.table if is_validated else self.final_table
+        images = Counter(row["split"] for row in read_table(table))
         # The evaluation computes features of all images, and compares test images and edited copies with the others.
         passes = images.total() + PASSES_OF_TEST * images["test"]
         speed = content["candidates"][name]["images_per_second"]
         reserve = passes / speed + 2 * content["overhead"] + LEAST_SECONDS / 2
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
-        is_fine_tuned = content["fine_tuned"]
-        if is_fine_tuned:
-            seconds = self.record.left - reserve
-            failure = self._train(name, folder, self.final_table, seconds, VALIDATE_FREQ=NEVER)
-            reports = History.of_run(folder).of("train")
-            is_fine_tuned = failure is None and len(reports) > 0
-            if is_fine_tuned:
-                how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
-                if not is_finished(folder):
-                    how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
-            else:
+        reports = list[dict[str, Any]]()
+        if content["fine_tuned"]:
+            validate = {} if is_validated else {"VALIDATE_FREQ": NEVER}
+            failure = self._train(name, folder, table, self.record.left - reserve, **validate)
+            reports = [] if failure else History.of_run(folder).of("train")
+            if not reports:
                 how += f", since fine-tuning failed ({failure or 'the time was over before its first update'})"
-                folder = folder.with_name("final-probe")
-        if not is_fine_tuned:
+        if not reports:
+            folder = folder.with_name("final-probe")
+            is_validated = False
             no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
             failure = self._train(name, folder, self.final_table, None, **no_epochs)
             if failure:
                 raise TrainingError(f"The final run failed: {failure}")
-        # The few validation images choose no checkpoint: the last one is what other tools take, too.
+        return self._conclude(folder, how, reports, is_validated)
+
+    def _conclude(self, folder: Path, how: str, reports: list[dict[str, Any]], is_validated: bool) -> list[str]:
+        """Put the final run into the record, and return the line about it.
+
+        `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its updates. `is_validated`:
+        whether validation has chosen its best checkpoint.
+        """
         root = folder / CHECKPOINTS
-        last = read_index(root)["last"]
-        assert last is not None, "a run that ends has saved"
-        write_index(root, last, last)
+        index = read_index(root)
+        if is_validated and index["best"] == folder_name(0):
+            how += ", since no epoch was better in validation"
+        elif reports:
+            how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
+            if not is_finished(folder):
+                how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
+        on = "training images alone; validation has chosen the epoch"
+        if not is_validated:
+            on = "training and validation images"
+            # The few validation images choose no checkpoint: the last one is what other tools take, too.
+            write_index(root, f"{index['last']}", index["last"])
         self.record.save(run=f"{folder}", how=how)
-        return [f"Final: {name}, {how}, on {images['train']:,} training and validation images: {folder}"]
+        return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
     def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:
         """Train a run of a candidate, or go on with it, for at most so many seconds; None: without a limit.

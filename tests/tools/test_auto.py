@@ -4,6 +4,7 @@ import csv
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from safetensors.torch import save_file
 from tests.program import Result, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
+from tools.auto.record import Record
+from tools.auto.search import Search
+from tools.common.command_line import ToolLine
+from tools.compare.runs import Run, train_run
+from utils.cli import CommandLine
 
 Call = Callable[..., Result]
 CLASSES = ("ant", "bee", "cat")
@@ -94,8 +100,6 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     assert len(final["val"]) == 3, "of each class one"
     assert f"of {len(found['test'])} test images, which decided nothing" in said.out
     assert "always guessing the largest class" in said.out
-    index = json.loads((Path(decided["run"]) / "checkpoints" / "index.json").read_text())
-    assert index["best"] == index["last"], "a few images choose no checkpoint"
     assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
 
     trainings.started.clear()
@@ -146,16 +150,24 @@ def test_a_killed_call_goes_on(
     assert "name another -output" in auto("SEED=3", code=2).err
 
 
+def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
+    """Let the runs in these folders fail as one whose time is too short for an epoch."""
+
+    def train(run: Run, *words: str) -> str | None:
+        fails = run.folder.name in folders or run.folder.parent.name in folders
+        return "exit code 2: MAX_TIME is too short: 9 s. More would do." if fails else train_run(run, *words)
+
+    monkeypatch.setattr(search, "train_run", train)
+
+
 @pytest.mark.slow
 def test_without_time_for_a_trial_validation_decides_about_the_only_training(
     auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "FOR_TRIALS", 0.001)
+    too_short(monkeypatch, "trials")
     out = tmp_path / "out"
     said = auto()
-    assert (
-        "was not fine-tuned in 0:00:00: exit code 2: TRAIN.NUM_EPOCHS auto: MAX_TIME 0:00:01 is too short" in said.out
-    )
+    assert f"  {MODEL} was not fine-tuned in 0:01:20: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
     assert "on training images alone; validation has chosen the epoch" in said.out
     assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
     assert len(metrics(out / "final", "val")) > 1
@@ -165,12 +177,27 @@ def test_without_time_for_a_trial_validation_decides_about_the_only_training(
 def test_without_time_for_a_final_training_the_probe_is_the_answer(
     auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "FOR_TRIALS", 0.001)
-    monkeypatch.setattr(search, "PASSES_OF_TEST", 1e9)
+    too_short(monkeypatch, "trials", "final")
     said = auto()
-    assert "with its probe as classifier, since fine-tuning failed (exit code 2: TRAIN.NUM_EPOCHS auto" in said.out
+    assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out
+
+
+def test_few_validation_images_choose_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "final" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "index.json").write_text('{"last": "step-000000002", "best": "step-000000000"}')
+    (tmp_path / "final" / "metrics.jsonl").write_text('{"event": "run", "what": "end"}\n')
+    decided = Record(tmp_path / "out", {}, 60)
+    decided.save(winner=MODEL)
+    conclude = partial(
+        Search(ToolLine(CommandLine()), decided, {}, [])._conclude, tmp_path / "final", "with its probe", [{"epoch": 3}]
+    )
+    assert "no epoch was better in validation" in conclude(is_validated=True)[0]
+    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000000"
+    assert "fine-tuned for 3 epochs, on training and validation images" in conclude(is_validated=False)[0]
+    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000002"
 
 
 def test_bad_weights_are_refused_before_images_are_read(

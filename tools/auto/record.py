@@ -54,7 +54,7 @@ class Record:
         """Do a stage and print the lines that it returns; those of a stage that is done are printed again."""
         stages = self.content["stages"]
         if name not in stages:
-            log.info("%s ... (%s left)", name, clock(self.left))
+            log.info("%s ... (%s left)", name, clock(max(self.left, 0)))
             with unheard(logging.WARNING):
                 stages[name] = work()
             self.save()

@@ -157,7 +157,7 @@ class Search:
             failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
             trial = Trial.of_run(folder)
             if trial is None:
-                reason, _, _ = (failure or "no epoch ended in time").partition(". ")
+                reason = failure or "no epoch ended in time"
                 lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
                 continue
             trials[name] = trial
@@ -220,7 +220,8 @@ class Search:
             failure = self._train(name, folder, table, self.record.left - reserve, **validate)
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
-                how += f", since fine-tuning failed ({failure or 'the time was over before its first update'})"
+                reason = failure or "the time was over before its first update"
+                how += f", since fine-tuning failed ({reason})"
         if not reports:
             folder = folder.with_name("final-probe")
             is_validated = False
@@ -255,7 +256,8 @@ class Search:
     def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:
         """Train a run of a candidate, or go on with it, for at most so many seconds; None: without a limit.
 
-        `more`: settings, as for `Candidate.load`. Returns why it failed; None if it did not, or has finished before.
+        `more`: settings, as for `Candidate.load`. Returns in a sentence why it failed; None if it did not, or has
+        finished before.
         """
         if is_finished(folder):
             return None
@@ -265,4 +267,5 @@ class Search:
             limit = clock(max(min(seconds, self.record.left), 1))
             words = ["-max_time", limit]
         config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
-        return train_run(Run(name, config.SEED, config, folder), *words)
+        failure = train_run(Run(name, config.SEED, config, folder), *words)
+        return failure.partition(". ")[0] if failure else None

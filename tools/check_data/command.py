@@ -160,7 +160,7 @@ def _check(config: Config, asked: Asked, world: World) -> int:
 
     data = config.DATA
     workers = auto_workers(world, data.NUM_WORKERS)
-    samples_of, test_is_unread = _open_splits(config)
+    samples_of, test_is_unread = open_splits(config)
     splits = [scan_split(title, samples, data, workers, world) for title, samples in samples_of.items()]
     if not splits or not world.first:
         return EXIT_DONE
@@ -250,7 +250,7 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     log.info(report_text(findings, data, advice))
 
 
-def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
+def open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     """Open the splits whose images can be checked.
 
     Returns their samples by title (training, validation, test), and whether there is a test split that could not be

@@ -5,7 +5,7 @@ import io
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tools.check_data.near import near_pairs
 from tools.check_data.scan import Split, thumbnails_of
 from tools.common.output_file import writing
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import alike_in_words, copies_unknown
@@ -57,17 +58,12 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     # Write the table.
     names = list(chain.from_iterable(map(split.samples.name, range(len(split.samples))) for split in splits))
     classes = distinct_names(splits[0].samples.classes or range(int(labels.max()) + 1))
-    data_path = Path(data.DATA_PATH or "").expanduser()
-    root = data_path if data_path.is_dir() else data_path.parent
     part_names = list(TITLES)
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["path", "target", "group", "split"])
+    rows = list[tuple[str, str, object, str]]()
     for image, label, group, part in zip(readable.tolist(), labels, group_of, part_of_image, strict=True):
-        path = os.path.relpath(names[image], root)
-        rows.writerow([path, label_words(label, classes), group, part_names[part]])
+        rows.append((names[image], label_words(label, classes), group, part_names[part]))
     with writing(table, "-split"):
-        write_atomically(table, text.getvalue())
+        write_table(table, data, rows)
 
     # Say what it has.
     sizes = np.bincount(part_of_image, minlength=len(TITLES))
@@ -93,8 +89,25 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     missing = _classes_missing(labels, part_of_image, classes)
     if missing:
         log.warning("Without images of a class, since groups are not divided: %s.", missing)
-    arguments = ["-dataset", f"csv:{table}", "-data_path", str(root)]
+    arguments = ["-dataset", f"csv:{table}", "-data_path", str(root_of(data))]
     log.info("Train with %s; the end of the run names the command that measures on test.", shlex.join(arguments))
+
+
+def root_of(data: DataConfig) -> Path:
+    """Return the folder that the paths in a table are relative to."""
+    data_path = Path(data.DATA_PATH or "").expanduser()
+    return data_path if data_path.is_dir() else data_path.parent
+
+
+def write_table(table: Path, data: DataConfig, rows: Iterable[tuple[str, str, object, str]]) -> None:
+    """Write a table of images that names splits. `rows`: path, class, group and split of each image."""
+    root = root_of(data)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["path", "target", "group", "split"])
+    for path, target, group, split in rows:
+        writer.writerow([os.path.relpath(path, root), target, group, split])
+    write_atomically(table, text.getvalue())
 
 
 def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str]:

@@ -1,0 +1,242 @@
+"""scripts/auto.py: from a folder to an evaluated model; test images decide nothing, and a kill loses nothing."""
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.program import Result, metrics
+from tests.tools.conftest import Trainings, interrupted
+from tools.auto import candidates, command, search
+from tools.auto.record import Record
+from tools.auto.search import Search
+from tools.common.command_line import ToolLine
+from tools.compare.runs import Run, train_run
+from utils.cli import CommandLine
+
+Call = Callable[..., Result]
+CLASSES = ("ant", "bee", "cat")
+STRIPES = np.s_[:, :16], np.s_[:16], np.s_[::4]
+"""Which pixels of an image of each class are bright"""
+MODEL = "test_vit"
+
+
+def write_images(root: Path, images: int, seed: int = 0) -> None:
+    """Class folders of small PNG files whose class can be seen."""
+    generator = np.random.default_rng(seed)
+    for number in range(images):
+        pixels = generator.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+        pixels[STRIPES[number % 3]] += np.uint8(100)
+        folder = root / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{seed}_{number}.png")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 90 images in `data`, and weights of two tiny models. Not to be changed: tests share it."""
+    folder = tmp_path_factory.mktemp("auto")
+    write_images(folder / "data", images=90)
+    torch.manual_seed(0)
+    for name in (MODEL, "test_convnext"):
+        save_file(timm.create_model(name).state_dict(), folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.fixture
+def auto(
+    in_process: Callable[[Any], Call], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: Trainings
+) -> Call:
+    """auto.py in this process, with results in tmp_path/out; its time begins now."""
+    assert trainings.started == []
+    monkeypatch.setattr(candidates, "TIMES", 1)
+    monkeypatch.setattr(search, "LEAST_TRIAL", 1)  # of such small images
+
+    def call(*words: object, data: Path = made / "data", code: int = 0, limit: str = "0:04:00") -> Result:
+        monkeypatch.setattr("tools.auto.record.BEGAN", time.monotonic())
+        weights = () if "-weights" in words else ("-weights", f"{MODEL}={made / MODEL}.safetensors")
+        small = ("-device", "cpu", "-image_size", 32, "THREADS=1", "DATA.NUM_WORKERS=0", "TRAIN.MAX_UPDATES=8")
+        out = ("-output", tmp_path / "out", "-max_time", limit, f"DATA.CACHE={tmp_path / 'cache'}")
+        return in_process(command.main)(data, *weights, *out, *small, *words, code=code)
+
+    return call
+
+
+def splits(table: Path) -> dict[str, set[str]]:
+    """The images of each split in a table."""
+    found: dict[str, set[str]] = {"train": set(), "val": set(), "test": set()}
+    for row in csv.DictReader(table.read_text().splitlines()):
+        found[row["split"]].add(row["path"])
+    return found
+
+
+def record(out: Path) -> dict[str, Any]:
+    return json.loads((out / "auto.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: Path, trainings: Trainings) -> None:
+    out = tmp_path / "out"
+    weights = f"{MODEL}={made / MODEL}.safetensors,{MODEL}@48={made / MODEL}.safetensors"
+    said = auto("-weights", weights)
+    assert trainings.started == ["test-vit-48", "test-vit", "final"] or trainings.started[-1].startswith("final")
+    decided = record(out)
+    assert set(decided["candidates"]) == {MODEL, f"{MODEL}@48"}
+    assert decided["winner"] in decided["candidates"]
+    found, final = splits(out / "split.csv"), splits(out / "final.csv")
+    assert [len(found[part]) for part in ("train", "val", "test")] == pytest.approx([63, 13.5, 13.5], abs=1.5)
+    assert final["test"] == found["test"], "no test image is trained on"
+    assert final["train"] > found["train"]
+    assert len(final["val"]) == 3, "of each class one"
+    assert f"of {len(found['test'])} test images, which decided nothing" in said.out
+    assert "always guessing the largest class" in said.out
+    assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
+
+    trainings.started.clear()
+    again = auto("-weights", weights)
+    assert trainings.started == []
+    assert again.out.splitlines()[-5:] == said.out.splitlines()[-5:]
+
+
+@pytest.mark.slow
+def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, trainings: Trainings) -> None:
+    """The test images are no images until all is trained."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    write_images(data / "train", images=60)
+    write_images(data / "test", images=12, seed=1)
+    images = {path: path.read_bytes() for path in (data / "test").rglob("*.png")}
+    for path in images:
+        path.write_text("no image")
+    assert "12 validation images cannot be read" in auto(data=data, code=1).err
+    assert list(record(out)["stages"]) == ["data", "probes", "trials", "final"]
+    for path, content in images.items():
+        path.write_bytes(content)
+    trainings.started.clear()
+    said = auto(data=data)
+    assert trainings.started == []
+    assert "the data's own test split" in said.out
+    assert "of 12 test images, which decided nothing" in said.out
+
+
+@pytest.mark.slow
+def test_a_killed_call_goes_on(
+    auto: Call, tmp_path: Path, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("tools.compare.runs.start", interrupted)
+        assert "the same command goes on" in auto(code=130).err
+    decided = record(out)
+    assert list(decided["stages"]) == ["data", "probes"]
+    table = (out / "split.csv").stat().st_mtime_ns
+    said = auto(limit="0:05:00")
+    assert (out / "split.csv").stat().st_mtime_ns == table
+    assert trainings.started[0] == "test-vit"
+    assert decided["stages"]["probes"][0] in said.out, "what was decided before is printed again"
+    now = record(out)
+    assert now["seconds_per_trial"] == decided["seconds_per_trial"]
+    assert now["seconds"] > decided["seconds"]
+    assert metrics(out / "trials" / "test-vit", "val")
+    assert "name another -output" in auto("SEED=3", code=2).err
+
+
+def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
+    """Let the runs in these folders fail as one whose time is too short for an epoch."""
+
+    def train(run: Run, *words: str) -> str | None:
+        fails = run.folder.name in folders or run.folder.parent.name in folders
+        return "exit code 2: MAX_TIME is too short: 9 s. More would do." if fails else train_run(run, *words)
+
+    monkeypatch.setattr(search, "train_run", train)
+
+
+@pytest.mark.slow
+def test_without_time_for_a_trial_validation_decides_about_the_only_training(
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_short(monkeypatch, "trials")
+    out = tmp_path / "out"
+    said = auto()
+    assert f"  {MODEL} was not fine-tuned in 0:01:20: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
+    assert "on training images alone; validation has chosen the epoch" in said.out
+    assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
+    assert len(metrics(out / "final", "val")) > 1
+
+
+@pytest.mark.slow
+def test_without_time_for_a_final_training_the_probe_is_the_answer(
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_short(monkeypatch, "trials", "final")
+    said = auto()
+    assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
+    assert record(tmp_path / "out")["run"].endswith("final-probe")
+    assert "of 13 test images, which decided nothing" in said.out
+
+
+def test_few_validation_images_choose_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "final" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "index.json").write_text('{"last": "step-000000002", "best": "step-000000000"}')
+    (tmp_path / "final" / "metrics.jsonl").write_text('{"event": "run", "what": "end"}\n')
+    decided = Record(tmp_path / "out", {}, 60)
+    decided.save(winner=MODEL)
+    conclude = partial(
+        Search(ToolLine(CommandLine()), decided, {}, [])._conclude, tmp_path / "final", "with its probe", [{"epoch": 3}]
+    )
+    assert "no epoch was better in validation" in conclude(is_validated=True)[0]
+    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000000"
+    assert "fine-tuned for 3 epochs, on training and validation images" in conclude(is_validated=False)[0]
+    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000002"
+
+
+def test_bad_weights_are_refused_before_images_are_read(
+    auto: Call, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.auto.data.scan_split", interrupted)
+    missing = made / "test_vitt.safetensors"
+    assert f"{missing}: no such file" in auto("-weights", f"{MODEL}={missing}", code=2).err
+    assert "not a timm model" in auto("-weights", "no_such_model", code=2).err
+    assert f"name its model, too: MODEL={made / MODEL}" in auto("-weights", made / f"{MODEL}.safetensors", code=2).err
+    assert "list models in -weights" in auto("-model", "resnet18", code=2).err
+
+    def no_network(name: str) -> None:
+        raise candidates.UserError(f"{name}: no network")
+
+    monkeypatch.setattr(candidates, "locate", no_network)
+    said = auto("-weights", "resnet18,resnet50", code=2).err
+    assert "No pretrained weights: resnet18, resnet50 are not on this machine" in said
+    assert "-weights MODEL=FILE" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_time_is_refused_with_the_least(auto: Call, tmp_path: Path) -> None:
+    said = auto(limit="0:00:01", code=2).err
+    assert "-max_time 0:00:01 is too short" in said
+    assert "Give at least 0:00:" in said
+    assert list(record(tmp_path / "out")["stages"]) == ["data"]
+
+
+def test_candidates_are_separated_beyond_chance() -> None:
+    best = np.arange(100) < 90
+    hits = {"equal": np.arange(100) < 88, "worse": np.arange(100) < 70, "best": best}
+    equal, words = candidates.separate(hits, ())
+    assert equal == ["best", "equal"]
+    assert words[0].startswith("equal -2.0 points")
+    assert "not told apart" in words[0]
+    assert "worse beyond chance" in words[1]
+    # Six images are beyond chance (p = 0.03) for one comparison, and not for three.
+    six = {"best": best, "six": np.arange(100) < 84}
+    assert candidates.separate(six, ())[0] == ["best"]
+    others = {"a": best, "b": best}
+    assert "six" in candidates.separate({**six, **others}, ())[0]

@@ -1,0 +1,61 @@
+"""The answer of auto.py: the evaluation of the final run on the test images, and what it leaves open."""
+
+import shlex
+from pathlib import Path
+
+from engine.trained.model import load_trained, split_of_run
+from tools.auto.candidates import build, probe
+from tools.auto.search import Search
+from tools.common.evaluation import evaluation_of, measured, with_bar
+from tools.common.tables import in_columns
+from tools.common.trust import doubts_of
+from utils.cli import command_line
+from utils.program import tool, typed
+from utils.record.run_folder import CONFIG
+from utils.text import clock
+
+MOST_DOUBTS = 3
+
+
+def answer(search: Search) -> list[str]:
+    """Evaluate the final run on the test images, once, and return its accuracy beside all that it compares with."""
+    record = search.record
+    content = record.content
+    run = Path(content["run"])
+    given = command_line({"eval": True}, {"DATA.PART": "test"})
+    trained = load_trained(run, given=given)
+    test = split_of_run(trained, "test")
+    evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
+    result, doubts = doubts_of(trained, test, evaluation)
+    winner = content["winner"]
+    probed, _ = build(search.candidates[winner].load(search.line, search.final_table))
+    found = probe(probed)
+
+    top1 = measured(result.value, result.interval)
+    lines = [
+        f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
+        "nothing (in brackets: 95 % interval)",
+        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
+        f"{found.on_test()}",
+    ]
+    lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
+    lines += [""] + _table(content["candidates"]) + [""]
+    quoted = shlex.quote(f"{run}")
+    repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
+    lines += [
+        f"More images: in folds, the probe has {found.with_fewer()} of these images; more than these is not measured",
+        f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
+        f"A page about it: {tool('report')} {quoted} -part test",
+        "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
+        f"Time: {clock(record.used)} of {clock(record.limit)}",
+    ]
+    return lines
+
+
+def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
+    """Return the lines of a table of the candidates."""
+    rows = [["", "probe in folds", "fine-tuned, validation", "parameters", "images/s here"]]
+    for name, about in candidates.items():
+        trial = f"{about.get('trial', '-')}"
+        rows.append([name, f"{about['in_folds']}", trial, f"{about['parameters']:,}", f"{about['images_per_second']}"])
+    return in_columns(rows)

@@ -1,0 +1,195 @@
+"""The candidates of auto.py: models whose pretrained weights are at hand, and linear probes of their features."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from datasets.sources.split import split_rows
+from engine.evaluation.features import Features, features_of
+from engine.evaluation.linear import Classifier, fit, folds_of
+from engine.trained.model import Trained, pretrained, split_of_run
+from models.weights.find import local_weights, locate
+from tools.common.command_line import ToolLine
+from tools.common.evaluation import measured
+from utils.config import Config
+from utils.config.keys import deciding
+from utils.config.kinds import AUTO
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.statistics.groups import Groups, effective_images
+from utils.statistics.paired import SIGNIFICANCE, agresti_min, mcnemar
+from utils.statistics.proportions import wilson
+from vitamp.pooling import pool_of
+
+ON_CPU = ("mobilenetv3_large_100", "tf_efficientnet_lite0", "vit_tiny_patch16_224", "resnet18")
+ON_GPU = ("resnet50", "convnext_tiny", "vit_small_patch16_224", "vit_base_patch16_224")
+OF_DATA = deciding("source", "images", "split", "random split")
+"""Settings that the table of splits takes the place of"""
+TIMED = 16
+"""Images of the batch that measures the speed of a model"""
+TIMES = 4
+"""Number of times that this batch is computed; the fastest one counts, since other programs slow the others"""
+
+
+class Candidate(NamedTuple):
+    """A model with pretrained weights, perhaps at an image size of its own."""
+
+    model: str
+    weights: str
+    image_size: str
+    bytes: int
+    """Size of the weights, by which candidates are ordered"""
+
+    def load(self, line: ToolLine, table: Path | None = None, **more: Any) -> Config:
+        """Return the settings of a run of this candidate: the recipe's, those of the command line, and `more`.
+
+        `table`: names the splits; without one, the data is read as the command line says. `more`: names of settings
+        with __ in place of the dot.
+        """
+        root = Path(line.asked.data).expanduser()
+        settings: dict[str, Any] = {"MODEL.NAME": self.model, "MODEL.PRETRAINED": self.weights}
+        settings |= {"TRAIN.NUM_EPOCHS": AUTO, "DATA.DATA_PATH": f"{root}", "DATA.KEEP_TEST": True}
+        replaced = set[str]()
+        if table is not None:
+            replaced.update(OF_DATA)
+            folder = root if root.is_dir() else root.parent
+            settings |= {"DATA.DATASET": f"csv:{table}", "DATA.DATA_PATH": f"{folder.absolute()}"}
+            settings |= {"DATA.GROUP": "group", "DATA.KEEP_TEST": False}
+        if self.image_size:
+            settings["DATA.IMAGE_SIZE"] = self.image_size
+        settings |= {key.replace("__", "."): value for key, value in more.items()}
+        replaced.update(settings)
+        flags = {key: value for key, value in line.run.flags.items() if key not in replaced}
+        flags |= {key: (value, "auto.py") for key, value in settings.items()}
+        words = {key: value for key, value in line.run.words.items() if key not in replaced}
+        run = replace(line.run, cfg=line.run.cfg or "finetune", flags=flags, words=words)
+        return replace(line, run=run).load().config
+
+
+def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str, Candidate], list[str]]:
+    """Return the candidates whose weights can be had, the smallest first, and the names of the others.
+
+    `text`: the value of -weights, in which a word is a name of timm or MODEL=FILE; a model may be followed by an image
+    size, as in resnet18@96. Raises UserError for a word that is neither, and if there is no candidate.
+    """
+    found = dict[str, Candidate]()
+    missing = []
+    for word in text.split(",") if text else defaults:
+        named, _, file = word.strip().partition("=")
+        model, _, image_size = named.partition("@")
+        weights = file or model
+        # `local_weights` raises UserError for what is neither a path nor a name of timm.
+        if local_weights(weights) is not None and not file:
+            raise UserError(f"-weights {word}: is a path; name its model, too: MODEL={word}.")
+        try:
+            files = locate(weights)
+        except UserError:
+            missing.append(model)
+            continue
+        assert files is not None, "downloaded"
+        size = sum(path.stat().st_size for path in files.files)
+        name = named if named not in found else word.strip()
+        found[name] = Candidate(model, weights, image_size, size)
+    if not found:
+        raise UserError(
+            f"No pretrained weights: {', '.join(missing)} are not on this machine and cannot be fetched. Give weights "
+            "by -weights MODEL=FILE, such as -weights resnet18=resnet18.safetensors."
+        )
+    smallest_first = sorted(found, key=lambda name: (found[name].bytes, found[name].image_size.zfill(9)))
+    return {name: found[name] for name in smallest_first}, missing
+
+
+@dataclass
+class Probe:
+    """A linear classifier of a candidate's features, with the features and the model."""
+
+    trained: Trained
+    features: Features
+    classifier: Classifier
+    is_right: np.ndarray
+    """Whether each training image is recognised by a classifier that was not fitted to its fold"""
+
+    @property
+    def pool(self) -> str:
+        return pool_of(self.trained.model)
+
+    def on_test(self) -> str:
+        """Return the accuracy on test images, with its interval, in words."""
+        test = _features(self.trained, "test")
+        is_right = self.classifier.logits(test.of(self.pool)).argmax(1).numpy() == test.labels
+        return accuracy(is_right, test.groups)
+
+    def with_fewer(self) -> str:
+        """Return the accuracy in folds of half and of all training images, in words."""
+        data = self.trained.config.DATA.changed(FOLD="1/2")
+        groups = self.features.groups
+        half = split_rows(self.features.labels, data, "val", "the training images", groups)
+        _, is_right = _fitted(self.trained, self.features, half)
+        with_half = accuracy(is_right, np.array(groups)[half])
+        return f"{with_half} with {len(half):,}, {accuracy(self.is_right, groups)} with {len(self.is_right):,}"
+
+
+def build(config: Config) -> tuple[Trained, float]:
+    """Build a model with its pretrained weights, and measure how many images per second it computes here."""
+    trained = pretrained(config, ALONE)
+    images = torch.zeros(TIMED, *config.DATA.shape, dtype=torch.uint8)
+    seconds = timeit.repeat(lambda: trained.logits(images).cpu(), repeat=TIMES, number=1)
+    return trained, TIMED / min(seconds)
+
+
+def probe(trained: Trained) -> Probe:
+    """Fit a linear classifier to features of the training images, which are computed unless they are kept already."""
+    features = _features(trained, "train")
+    classifier, is_right = _fitted(trained, features, np.arange(len(features.labels)))
+    return Probe(trained, features, classifier, is_right)
+
+
+def _features(trained: Trained, part: str) -> Features:
+    dataset = split_of_run(trained, part)
+    with trained.computing(trained.config.DATA.val_batch):
+        return features_of(trained, trained.config, dataset, dataset.data)
+
+
+def _fitted(trained: Trained, features: Features, rows: np.ndarray) -> tuple[Classifier, np.ndarray]:
+    """Fit a classifier to some training images, and return it with whether each is recognised in cross-validation."""
+    labels = features.labels[rows]
+    columns = np.ascontiguousarray(features.of(pool_of(trained.model))[rows])
+    classes = int(trained.config.MODEL.NUM_CLASSES)
+    dataset = split_of_run(trained, "train")
+    fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
+    classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
+    return classifier, logits.argmax(1) == labels
+
+
+def accuracy(is_right: np.ndarray, groups: Groups) -> str:
+    """Return the percentage of images that are right, with its 95 % interval, as `measured` words it."""
+    percent = 100 * float(is_right.mean())
+    return measured(percent, wilson(percent, effective_images(is_right, groups)))
+
+
+def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str], list[str]]:
+    """Compare candidates on the same images with the one that is most often right.
+
+    `hits`: for each candidate, whether each image is right. Returns the names of those that are not worse beyond
+    chance (McNemar's test with Bonferroni's correction), that one first, and words about each of the others.
+    """
+    best, *others = sorted(hits, key=lambda name: -hits[name].mean())
+    equal = [best]
+    words = []
+    for name in others:
+        gain, low, high = agresti_min(hits[name], hits[best], groups)
+        is_worse = mcnemar(hits[name], hits[best], groups) * len(others) < SIGNIFICANCE
+        verdict = "worse beyond chance"
+        if not is_worse:
+            equal.append(name)
+            verdict = "not told apart"
+            high = max(high, 0.0)  # the test is stricter than the interval
+        words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
+    return equal, words

@@ -1,0 +1,104 @@
+"""The images of auto.py in tables: one that names all three splits, and one in which the final run has more of them."""
+
+import csv
+import io
+from collections import Counter
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+from datasets import auto_workers, comes_unsplit, source_of
+from datasets.base import Samples
+from datasets.examine.findings import Split
+from datasets.labels import distinct_names, label_words
+from engine.report.trust import UNWARNED, doubts
+from tools.check_data.command import open_splits
+from tools.check_data.findings import find_problems
+from tools.check_data.new_split import TITLES, write_split, write_table
+from tools.check_data.scan import scan_split
+from utils.config import Config
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from vitamp.files import write_atomically
+
+FRACTIONS = (0.7, 0.15, 0.15)
+"""Fractions of the images for training, validation and test, where the data has no test split"""
+MOST_KEPT = 10
+"""Most groups of images that the final run validates on, which decide nothing"""
+
+
+def divide(config: Config, table: Path) -> list[str]:
+    """Write a table that names the split of each image, and return what was done, and doubts about the data.
+
+    The test split of the data stays as it is, and is not looked at. Without one, all images are divided anew.
+    """
+    data = config.DATA
+    samples_of, test_is_unread = open_splits(config)
+    test = samples_of.pop("test", None)
+    if test_is_unread:
+        raise UserError(f"{source_of(data)}: its test split cannot be read; see the warning above.")
+    if not samples_of or any(samples.stored != "files" for samples in samples_of.values()):
+        raise UserError(f"{source_of(data)}: auto.py needs images that are files of their own, such as class folders.")
+    workers = auto_workers(given=data.NUM_WORKERS)
+    splits = [scan_split(title, samples, data, workers) for title, samples in samples_of.items()]
+    if test is None:
+        write_split(config.changed(MODEL={"PRETRAINED": None}), splits, FRACTIONS, table)
+        origin = "divided anew"
+        if not comes_unsplit(data):
+            origin += ", your validation split among them"
+        origin += "; copies and groups stay together"
+    else:
+        _write_given_splits(splits, test, data, table)
+        origin = "the data's own test split, which is not read before the end"
+
+    sizes = Counter(row["split"] for row in read_table(table))
+    numbers = f"{sizes['train']:,} training, {sizes['val']:,} validation and {sizes['test']:,} test images"
+    lines = [f"Data: {source_of(data)}, {config.MODEL.NUM_CLASSES} classes: {numbers} ({origin}): {table}"]
+    found = doubts(asdict(find_problems(splits, config.MODEL.NUM_CLASSES, data)))
+    # Other doubts are about splits that may be made anew.
+    return lines + [f"  {doubt.words()}" for doubt in found if doubt.kind in UNWARNED]
+
+
+def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, table: Path) -> None:
+    """Write a table of the splits that the data has. Without DATA.GROUP, each image is a group of its own.
+
+    Images that a scan could not read are left out of training and validation.
+    """
+    part_of = {title: part for part, title in TITLES.items()}
+    classes = distinct_names(splits[0].samples.classes or range(int(splits[0].samples.labels.max()) + 1))
+    rows = []
+    own_group = count()
+    for split in [*splits, Split("test", test)]:
+        samples = split.samples
+        for index, label in enumerate(samples.labels):
+            if split.scans and split.scans[index].problem:
+                continue
+            group = samples.groups[index] if samples.groups else next(own_group)
+            rows.append((samples.name(index), label_words(label, classes), group, part_of[split.title]))
+    write_table(table, data, rows)
+
+
+def read_table(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a table that this tool has written."""
+    with open(table, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_final(table: Path, final: Path) -> None:
+    """Write the table of the final run: validation images become training images, but for those of a few groups.
+
+    A run needs some validation images. Those that are kept come from different classes, and decide nothing.
+    """
+    rows = read_table(table)
+    kept = dict[str, str]()  # class -> group of its first validation image
+    for row in rows:
+        if row["split"] == "val" and len(kept) < MOST_KEPT:
+            kept.setdefault(row["target"], row["group"])
+    for row in rows:
+        if row["split"] == "val" and row["group"] not in kept.values():
+            row["split"] = "train"
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(final, lines.getvalue())

@@ -1,0 +1,271 @@
+"""The stages of auto.py that compare and train: probes of all candidates, trials of the best, and the final run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.evaluation.linear import FOLDS
+from models.parts import count_parameters
+from tools.auto.candidates import Candidate, accuracy, build, probe, separate
+from tools.auto.data import read_table, write_final
+from tools.auto.record import Record
+from tools.common.command_line import ToolLine
+from tools.common.run_metrics import is_finished
+from tools.compare.runs import Contender, Run, Value, train_run
+from utils.config import config_of_run
+from utils.errors import TrainingError, UserError
+from utils.record.history import History
+from utils.record.predictions import GROUPS, PROBE, read_predictions
+from utils.statistics.groups import Groups
+from utils.statistics.paired import interval_and_test
+from utils.text import clock, counted
+from vitamp.checkpoints import CHECKPOINTS, folder_name, read_index, write_index
+
+FOR_PROBES = 1 / 4
+FOR_TRIALS = 1 / 3
+"""Fractions of the whole time"""
+MOST_TRIALS = 3
+FASTER = 1.2
+"""Candidates whose speeds differ by a smaller factor than about this are equally fast"""
+NEVER = 10_000
+"""Epochs between validations of the final run, so that only its end validates"""
+LEAST_SECONDS = 30
+"""Seconds that all but probes and trials takes at least"""
+LEAST_TRIAL = 60
+"""Seconds per trial below which fewer candidates are tried"""
+PASSES_OF_TEST = 8
+"""The evaluation takes a model about as long as features of so many times the test images"""
+
+
+class Trial(NamedTuple):
+    """The last validation of a run that has fine-tuned a candidate."""
+
+    is_right: np.ndarray
+    """Whether each validation image is recognised"""
+    groups: Groups
+    epoch: int
+    gain: tuple[float, float, float]
+    """Number of images that it recognises beyond those of the probe that it began with, and the ends of the interval"""
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Trial | None:
+        """Read it from the folder of a run; None if the run was not validated after an update."""
+        validations = History.of_run(folder).of("val")
+        last = validations[-1] if validations else {"update": 0}
+        table = read_predictions(folder, last["update"])
+        if last["update"] == 0 or table is None or PROBE not in table:
+            return None
+        is_right = table["guess"] == table["labels"]
+        groups = table.get(GROUPS, np.empty(0))
+        gain = interval_and_test(is_right, table[PROBE] == table["labels"], groups)
+        return cls(is_right, groups, last["epoch"], gain)
+
+
+@dataclass
+class Search:
+    """The stages from probes to the final run. Each puts its decisions into the record, and returns lines to print."""
+
+    line: ToolLine
+    record: Record
+    candidates: dict[str, Candidate]
+    """By name, the smallest first"""
+    missing: list[str]
+    """Models whose weights cannot be had"""
+
+    def __post_init__(self) -> None:
+        self.table = self.record.folder / "split.csv"
+        """The table that names the split of each image"""
+        self.final_table = self.record.folder / "final.csv"
+        """The same, with most validation images among the training images"""
+
+    def probe_all(self) -> list[str]:
+        """Compare the candidates by linear probes, the smallest first, as far as a fourth of the time allows.
+
+        Raises UserError if there is no time for the first one.
+        """
+        images = sum(row["split"] == "train" for row in read_table(self.table))
+        began = time.monotonic()
+        hits = dict[str, np.ndarray]()  # candidate -> whether each training image is recognised in folds
+        groups = list[str]()
+        about = dict[str, dict[str, Any]]()
+        no_time = list[str]()
+        overhead = 0.0  # seconds of a probe beyond those of the model: decoding and the fit
+        for name, candidate in self.candidates.items():
+            trained, speed = build(candidate.load(self.line, self.table))
+            started = time.monotonic()
+            needed = images / speed + overhead
+            if not hits:
+                self._check_time(name, needed)
+            elif needed > FOR_PROBES * self.record.limit - (started - began):
+                no_time.append(f"{name} (about {clock(needed)})")
+                continue
+            found = probe(trained)
+            seconds = time.monotonic() - started
+            overhead = max(overhead, seconds - images / speed)
+            hits[name] = found.is_right
+            groups = found.features.groups
+            about[name] = {
+                "in_folds": accuracy(found.is_right, groups),
+                "parameters": count_parameters(trained.model)[0],
+                "images_per_second": round(speed, 1),
+            }
+        equal, differences = separate(hits, groups)
+        self.record.save(candidates=about, equal=equal, overhead=overhead)
+
+        lines = [
+            f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {images:,} training images"
+        ]
+        if differences:
+            lines.append(f"  beside it: {'; '.join(differences)}")
+        not_tried = [f"no time for {name}" for name in no_time]
+        if self.missing:
+            not_tried.append(f"no weights of {', '.join(self.missing)}, which -weights MODEL=FILE gives")
+        if not_tried:
+            lines.append(f"  not tried: {'; '.join(not_tried)}")
+        return lines
+
+    def _check_time(self, name: str, needed: float) -> None:
+        """Raise UserError if even the probe of the first candidate, of `needed` seconds, and a final run do not fit."""
+        record = self.record
+        least = record.used + 4 * needed + LEAST_SECONDS
+        if record.limit < least:
+            raise UserError(
+                f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used, and the features of the "
+                f"training images by {name} take about {clock(needed)} here. Give at least {clock(least)}."
+            )
+
+    def try_out(self) -> list[str]:
+        """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins."""
+        content = self.record.content
+        if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
+            available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
+            most = min(MOST_TRIALS, max(1, int(available / LEAST_TRIAL)))
+            chosen = self._fastest_first(content["equal"])[:most]
+            self.record.save(trials=chosen, seconds_per_trial=available / len(chosen))
+        seconds = content["seconds_per_trial"]
+        lines = list[str]()
+        trials = dict[str, Trial]()
+        for name in content["trials"]:
+            folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
+            failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
+            trial = Trial.of_run(folder)
+            if trial is None:
+                reason = failure or "no epoch ended in time"
+                lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
+                continue
+            trials[name] = trial
+            value = f"{accuracy(trial.is_right, trial.groups)}, epoch {trial.epoch}"
+            content["candidates"][name]["trial"] = value
+        skipped = [name for name in content["equal"] if name not in content["trials"]]
+        if skipped:
+            lines.append(f"  no time to fine-tune {', '.join(skipped)}")
+        if not trials:
+            winner = self._fastest_first(content["equal"])[0]
+            self.record.save(winner=winner, fine_tuned=True, validated=True)
+            why = "the fastest that probes do not tell from the best"
+            return [f"Trials: none; {winner}, {why}, is trained once, and validation decides about it", *lines]
+
+        hits = {name: trial.is_right for name, trial in trials.items()}
+        first = next(iter(trials.values()))
+        equal, differences = separate(hits, first.groups)
+        winner = self._fastest_first(equal)[0]
+        gain, low, high = trials[winner].gain
+        is_fine_tuned = gain >= 0
+        self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
+        each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
+        lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}")
+        if differences:
+            lines.append(
+                f"  beside {equal[0]}: {'; '.join(differences)}. {winner} is the fastest not told apart, and wins"
+            )
+        verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
+        if low <= 0 <= high:
+            verdict += ", though the difference may be chance"
+        lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}); {verdict}")
+        return lines
+
+    def _fastest_first(self, names: list[str]) -> list[str]:
+        """Order candidates by their speed here. Those of about the same speed stay in their order."""
+        about = self.record.content["candidates"]
+        return sorted(names, key=lambda name: -round(math.log(about[name]["images_per_second"], FASTER)))
+
+    def train_final(self) -> list[str]:
+        """Train the winner on training and validation images, in the time that its evaluation leaves.
+
+        If there was no trial, it is trained on the training images alone: validation compares its epochs and the probe.
+        """
+        content = self.record.content
+        name = content["winner"]
+        is_validated = content["validated"]
+        if not self.final_table.exists():
+            write_final(self.table, self.final_table)
+        table = self.table if is_validated else self.final_table
+        images = Counter(row["split"] for row in read_table(table))
+        # The evaluation computes features of all images, and compares test images and edited copies with the others.
+        passes = images.total() + PASSES_OF_TEST * images["test"]
+        speed = content["candidates"][name]["images_per_second"]
+        reserve = passes / speed + 2 * content["overhead"] + LEAST_SECONDS / 2
+        folder = self.record.folder / "final"
+        how = "with its probe as classifier"
+        reports = list[dict[str, Any]]()
+        if content["fine_tuned"]:
+            validate = {} if is_validated else {"VALIDATE_FREQ": NEVER}
+            failure = self._train(name, folder, table, self.record.left - reserve, **validate)
+            reports = [] if failure else History.of_run(folder).of("train")
+            if not reports:
+                reason = failure or "the time was over before its first update"
+                how += f", since fine-tuning failed ({reason})"
+        if not reports:
+            folder = folder.with_name("final-probe")
+            is_validated = False
+            no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
+            failure = self._train(name, folder, self.final_table, None, **no_epochs)
+            if failure:
+                raise TrainingError(f"The final run failed: {failure}")
+        return self._conclude(folder, how, reports, is_validated)
+
+    def _conclude(self, folder: Path, how: str, reports: list[dict[str, Any]], is_validated: bool) -> list[str]:
+        """Put the final run into the record, and return the line about it.
+
+        `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its updates. `is_validated`:
+        whether validation has chosen its best checkpoint.
+        """
+        root = folder / CHECKPOINTS
+        index = read_index(root)
+        if is_validated and index["best"] == folder_name(0):
+            how += ", since no epoch was better in validation"
+        elif reports:
+            how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
+            if not is_finished(folder):
+                how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
+        on = "training images alone; validation has chosen the epoch"
+        if not is_validated:
+            on = "training and validation images"
+            # The few validation images choose no checkpoint: the last one is what other tools take, too.
+            write_index(root, f"{index['last']}", index["last"])
+        self.record.save(run=f"{folder}", how=how)
+        return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
+
+    def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:
+        """Train a run of a candidate, or go on with it, for at most so many seconds; None: without a limit.
+
+        `more`: settings, as for `Candidate.load`. Returns in a sentence why it failed; None if it did not, or has
+        finished before.
+        """
+        if is_finished(folder):
+            return None
+        limit = None
+        words = list[str]()
+        if seconds is not None:
+            limit = clock(max(min(seconds, self.record.left), 1))
+            words = ["-max_time", limit]
+        config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
+        failure = train_run(Run(name, config.SEED, config, folder), *words)
+        return failure.partition(". ")[0] if failure else None

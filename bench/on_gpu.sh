@@ -155,6 +155,7 @@ levers() {
         -try 'TRAIN.COMPILE=whole SPEED=-packed' -try 'TRAIN.COMPILE=whole SPEED=+fused_mlp' \
         -try 'TRAIN.COMPILE=whole SPEED=-rewrite' -try 'TRAIN.COMPILE=whole SPEED=+cudnn' \
         -try 'TRAIN.COMPILE=whole inductor.triton.mix_order_reduction=false' \
+        -try 'TRAIN.COMPILE=whole inductor.triton.cudagraphs=true' \
         -try "TRAIN.COMPILE=whole SPEED=-fused_mlp $products"
 }
 

@@ -294,7 +294,7 @@ def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_o
         (root / name).write_text((root / name).read_text() + "0.png,ant cow\n")
         with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in .*csv:2\. An image has one label"):
             check_dataset(of_csv(root, MULTI_LABEL=True), 2)
-    with pytest.raises(UserError, match=r"DATA\.GROUP who: not found in '0\.png'\. .* or a column\."):
+    with pytest.raises(UserError, match=r"DATA\.GROUP who: not found in '0\.png'\. .* a column, name or name_start\."):
         check_dataset(of_csv(root, MULTI_LABEL=True, GROUP="who"), 2)
 
 

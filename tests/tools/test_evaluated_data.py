@@ -252,7 +252,7 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Vitamp, run: Path, tmp
         page = tmp_path / f"{part}.html"
         done = vitamp(run, "-part", part, "-out", page, script="scripts/report.py", code=0)
         called = {"val": "validation images", "train": "training images", "all": "images"}[part]
-        assert f"on {images} {called} (95 % interval" in page.read_text(encoding="utf-8")
+        assert f"</b> on {images} {called} (95" in page.read_text(encoding="utf-8")
     exported = ("-to", "safetensors", "-out", tmp_path / "w.safetensors", "-part", "train")
     done = vitamp(run, *exported, script="scripts/export.py", code=0)
     assert "checked on 26 images of the run's training split" in done.text

@@ -34,7 +34,7 @@ def answer(search: Search) -> list[str]:
     top1 = measured(result.value, result.interval)
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
-        "nothing (in brackets: 95 % interval)",
+        "nothing (in brackets: 95 % interval for images like these)",
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
         f"{found.on_test()}",
     ]
@@ -43,9 +43,10 @@ def answer(search: Search) -> list[str]:
     quoted = shlex.quote(f"{run}")
     repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [
-        f"More images: in folds, the probe has {found.with_fewer()} of these images; more than these is not measured",
+        f"More images: {found.with_fewer()}; more than these is not measured",
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
-        f"A page about it: {tool('report')} {quoted} -part test",
+        f"A page about it: {tool('report')} {quoted} -part test. Without -part test, tools speak of the run's validation, "
+        "which has few images",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
@@ -54,8 +55,9 @@ def answer(search: Search) -> list[str]:
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
     """Return the lines of a table of the candidates."""
-    rows = [["", "probe in folds", "fine-tuned, validation", "parameters", "images/s here"]]
+    rows = [["", "probe in folds", "fine-tuned, validation", "pixels", "parameters", "images/s here"]]
     for name, about in candidates.items():
         trial = f"{about.get('trial', '-')}"
-        rows.append([name, f"{about['in_folds']}", trial, f"{about['parameters']:,}", f"{about['images_per_second']}"])
+        numbers = [f"{about[key]:,}" for key in ("pixels", "parameters", "images_per_second")]
+        rows.append([name, f"{about['in_folds']}", trial, *numbers])
     return in_columns(rows)

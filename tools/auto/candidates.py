@@ -24,7 +24,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.statistics.groups import Groups, effective_images
-from utils.statistics.paired import SIGNIFICANCE, agresti_min, mcnemar
+from utils.statistics.paired import SIGNIFICANCE, agresti_min, interval_and_test, mcnemar
 from utils.statistics.proportions import wilson
 from vitamp.pooling import pool_of
 
@@ -127,13 +127,21 @@ class Probe:
         return accuracy(is_right, test.groups)
 
     def with_fewer(self) -> str:
-        """Return the accuracy in folds of half and of all training images, in words."""
+        """Compare the probe of half of the training images with that of all, in folds and on the same images, in words.
+
+        In folds, that of all is fitted to the other half, too.
+        """
         data = self.trained.config.DATA.changed(FOLD="1/2")
         groups = self.features.groups
-        half = split_rows(self.features.labels, data, "val", "the training images", groups)
+        labels = self.features.labels
+        half = split_rows(labels, data, "val", "the training images", groups)
         _, is_right = _fitted(self.trained, self.features, half)
-        with_half = accuracy(is_right, np.array(groups)[half])
-        return f"{with_half} with {len(half):,}, {accuracy(self.is_right, groups)} with {len(self.is_right):,}"
+        groups_of_half = np.array(groups)[half]
+        gain, low, high = interval_and_test(self.is_right[half], is_right, groups_of_half)
+        return (
+            f"fitted to {len(half):,} of these images, the probe recognises {accuracy(is_right, groups_of_half)} of them "
+            f"in folds; fitted to {len(labels):,}, {gain:+.0f} images of the same ({low:+.0f} to {high:+.0f})"
+        )
 
 
 def build(config: Config) -> tuple[Trained, float]:

@@ -113,6 +113,7 @@ class Search:
             groups = found.features.groups
             about[name] = {
                 "in_folds": accuracy(found.is_right, groups),
+                "pixels": trained.config.DATA.IMAGE_SIZE,
                 "parameters": count_parameters(trained.model)[0],
                 "images_per_second": round(speed, 1),
             }
@@ -134,7 +135,8 @@ class Search:
     def _check_time(self, name: str, needed: float) -> None:
         """Raise UserError if even the probe of the first candidate, of `needed` seconds, and a final run do not fit."""
         record = self.record
-        least = record.used + 4 * needed + LEAST_SECONDS
+        # The next call begins anew, and what this one has used is counted there, too.
+        least = 2 * record.used + 4 * needed + LEAST_SECONDS
         if record.limit < least:
             raise UserError(
                 f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used, and the features of the "

@@ -45,8 +45,8 @@ def answer(search: Search) -> list[str]:
     lines += [
         f"More images: {found.with_fewer()}; more than these is not measured",
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
-        f"A page about it: {tool('report')} {quoted} -part test. Without -part test, tools speak of the run's validation, "
-        "which has few images",
+        f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "
+        "validation, which has few images",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
@@ -58,6 +58,6 @@ def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
     rows = [["", "probe in folds", "fine-tuned, validation", "pixels", "parameters", "images/s here"]]
     for name, about in candidates.items():
         trial = f"{about.get('trial', '-')}"
-        numbers = [f"{about[key]:,}" for key in ("pixels", "parameters", "images_per_second")]
-        rows.append([name, f"{about['in_folds']}", trial, *numbers])
+        numbers = [f"{about[key]:,}" for key in ("parameters", "images_per_second")]
+        rows.append([name, f"{about['in_folds']}", trial, f"{about['pixels']}", *numbers])
     return in_columns(rows)

@@ -138,9 +138,10 @@ class Probe:
         _, is_right = _fitted(self.trained, self.features, half)
         groups_of_half = np.array(groups)[half]
         gain, low, high = interval_and_test(self.is_right[half], is_right, groups_of_half)
+        with_half = accuracy(is_right, groups_of_half)
         return (
-            f"fitted to {len(half):,} of these images, the probe recognises {accuracy(is_right, groups_of_half)} of them "
-            f"in folds; fitted to {len(labels):,}, {gain:+.0f} images of the same ({low:+.0f} to {high:+.0f})"
+            f"fitted to {len(half):,} of these images, the probe recognises {with_half} of them in folds; fitted to "
+            f"{len(labels):,}, {gain:+.0f} images of the same ({low:+.0f} to {high:+.0f})"
         )
 
 

@@ -113,7 +113,7 @@ class Search:
             groups = found.features.groups
             about[name] = {
                 "in_folds": accuracy(found.is_right, groups),
-                "pixels": trained.config.DATA.IMAGE_SIZE,
+                "pixels": f"{trained.config.DATA.IMAGE_SIZE}",
                 "parameters": count_parameters(trained.model)[0],
                 "images_per_second": round(speed, 1),
             }

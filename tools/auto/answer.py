@@ -43,7 +43,6 @@ def answer(search: Search) -> list[str]:
     quoted = shlex.quote(f"{run}")
     repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [
-        f"More images: {found.with_fewer()}; more than these is not measured",
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
         f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "
         "validation, which has few images",

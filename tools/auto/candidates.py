@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from datasets.sources.split import split_rows
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import Classifier, fit, folds_of
 from engine.trained.model import Trained, pretrained, split_of_run
@@ -24,7 +23,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.statistics.groups import Groups, effective_images
-from utils.statistics.paired import SIGNIFICANCE, agresti_min, interval_and_test, mcnemar
+from utils.statistics.paired import SIGNIFICANCE, agresti_min, mcnemar
 from utils.statistics.proportions import wilson
 from vitamp.pooling import pool_of
 
@@ -126,24 +125,6 @@ class Probe:
         is_right = self.classifier.logits(test.of(self.pool)).argmax(1).numpy() == test.labels
         return accuracy(is_right, test.groups)
 
-    def with_fewer(self) -> str:
-        """Compare the probe of half of the training images with that of all, in folds and on the same images, in words.
-
-        In folds, that of all is fitted to the other half, too.
-        """
-        data = self.trained.config.DATA.changed(FOLD="1/2")
-        groups = self.features.groups
-        labels = self.features.labels
-        half = split_rows(labels, data, "val", "the training images", groups)
-        _, is_right = _fitted(self.trained, self.features, half)
-        groups_of_half = np.array(groups)[half]
-        gain, low, high = interval_and_test(self.is_right[half], is_right, groups_of_half)
-        with_half = accuracy(is_right, groups_of_half)
-        return (
-            f"fitted to {len(half):,} of these images, the probe recognises {with_half} of them in folds; fitted to "
-            f"{len(labels):,}, {gain:+.0f} images of the same ({low:+.0f} to {high:+.0f})"
-        )
-
 
 def build(config: Config) -> tuple[Trained, float]:
     """Build a model with its pretrained weights, and measure how many images per second it computes here."""
@@ -156,25 +137,19 @@ def build(config: Config) -> tuple[Trained, float]:
 def probe(trained: Trained) -> Probe:
     """Fit a linear classifier to features of the training images, which are computed unless they are kept already."""
     features = _features(trained, "train")
-    classifier, is_right = _fitted(trained, features, np.arange(len(features.labels)))
-    return Probe(trained, features, classifier, is_right)
+    labels = features.labels
+    dataset = split_of_run(trained, "train")
+    fold_of, _ = folds_of(dataset, labels, dataset.data)
+    classes = int(trained.config.MODEL.NUM_CLASSES)
+    columns = features.of(pool_of(trained.model))
+    classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
+    return Probe(trained, features, classifier, is_right=logits.argmax(1) == labels)
 
 
 def _features(trained: Trained, part: str) -> Features:
     dataset = split_of_run(trained, part)
     with trained.computing(trained.config.DATA.val_batch):
         return features_of(trained, trained.config, dataset, dataset.data)
-
-
-def _fitted(trained: Trained, features: Features, rows: np.ndarray) -> tuple[Classifier, np.ndarray]:
-    """Fit a classifier to some training images, and return it with whether each is recognised in cross-validation."""
-    labels = features.labels[rows]
-    columns = np.ascontiguousarray(features.of(pool_of(trained.model))[rows])
-    classes = int(trained.config.MODEL.NUM_CLASSES)
-    dataset = split_of_run(trained, "train")
-    fold_of, _ = folds_of(dataset, labels, dataset.data, rows)
-    classifier, logits = fit(columns, labels, fold_of, classes, trained.precision.device)
-    return classifier, logits.argmax(1) == labels
 
 
 def accuracy(is_right: np.ndarray, groups: Groups) -> str:

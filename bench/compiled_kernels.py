@@ -21,7 +21,7 @@ import contextlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -87,7 +87,7 @@ class Compiled(Exception):
 
 
 class NotRun(SimpleNamespace):
-    """Stands in for the module of generated code."""
+    """A module in place of the generated code. It runs none of that."""
 
     def call(self, *_: Any) -> None:
         raise Compiled
@@ -117,40 +117,22 @@ def read_kernels(config: Any, compiler: dict[str, Any]) -> list[Kernel]:
 
 def kernels_of(scheduler: Any) -> Iterator[Kernel]:
     """Yield the kernels of a graph whose code was generated. `scheduler`: torch's, with the fused nodes."""
-    from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
     direction = "backward" if graph.is_backward else "forward"
-    # What the forward pass saves has other names in the backward pass: those of the traced graph.
-    names = {}
-    for ours, traced in zip(graph.graph_outputs, graph.module.graph.output_node().args[0], strict=True):
-        if traced is not None and not graph.is_backward:
-            names[ours.get_name()] = traced.name
-    results = set(graph.get_output_names())
-
-    def buffers(accesses: dict[str, int]) -> list[Buffer]:
-        found = []
-        for name, size in accesses.items():
-            tensor = graph.get_buffer(name) if name in graph.name_to_buffer else graph.graph_inputs[name]
-            kind = "several"
-            if not isinstance(tensor.get_output_spec(), ir.MultiOutputLayout):
-                shape = "x".join(str(side) for side in tensor.get_size())
-                kind = f"{str(tensor.get_dtype()).removeprefix('torch.')} {shape}"
-            found.append(Buffer(names.get(name, name), kind, size))
-        return sorted(found, key=lambda buffer: -buffer.bytes)
-
+    names = names_in_backward(graph)
     for node in scheduler.nodes:
         accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
         own = node.get_buffer_names()  # a kernel has in registers what it writes
         needed = {dep.name for dep in node.read_writes.reads if not isinstance(dep, WeakDep)}  # weak ones only order
-        reads = buffers({name: size for name, size in accesses.items() if name in needed - own})
-        writes = buffers(node.get_read_write_buffer_accesses(include_reads=False, include_writes=True))
+        reads = buffers_of({name: size for name, size in accesses.items() if name in needed - own}, graph, names)
+        written = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
+        writes = buffers_of(written, graph, names)
         if not reads and not writes:
             continue
         origins = [origin for one in node.get_nodes() if one.node is not None for origin in one.node.get_origins()]
-        operators = sorted({str(origin.target).partition(".")[2].partition(".")[0] for origin in origins})
         part = part_of(origins, direction)
         called = str(getattr(node.node, "python_kernel_name", None) or "").removesuffix(".default")
         if called.endswith("mm"):
@@ -159,17 +141,62 @@ def kernels_of(scheduler: Any) -> Iterator[Kernel]:
             flops = 2 * first[0] * first[1] * second[-1]
             yield Kernel(direction, part, "product", what, reads, writes, flops)
         elif called:
-            kind = "dropout" if "dropout" in called else "attention" if "attention" in called else "own kernel"
-            yield Kernel(direction, part, kind, called.removeprefix("torch.ops."), reads, writes)
+            yield Kernel(direction, part, kind_of_call(called), called.removeprefix("torch.ops."), reads, writes)
         else:
+            operators = sorted({str(origin.target).partition(".")[2].partition(".")[0] for origin in origins})
             kind = "reduction" if node.is_reduction() else "pointwise"
             if MOVES.issuperset(operators):
-                # A weight's cast begins at an input of the forward pass; its gradient's ends at a result of the other.
-                begins = all(one.name in graph.graph_inputs for one in reads) and not graph.is_backward
-                ends = graph.is_backward and any(name in results for name in own)
-                same = {one.kind.split()[0] for one in reads} == {one.kind.split()[0] for one in writes}
-                kind = "copy" if same else "weight cast" if begins or ends else "cast"
+                kind = kind_of_move(reads, writes, own, graph)
             yield Kernel(direction, part, kind, ", ".join(operators), reads, writes)
+
+
+def names_in_backward(graph: Any) -> dict[str, str]:
+    """Return what the backward pass calls the results of a forward graph: by the names of the traced graph."""
+    names = dict[str, str]()
+    if graph.is_backward:
+        return names
+    for ours, traced in zip(graph.graph_outputs, graph.module.graph.output_node().args[0], strict=True):
+        if traced is not None:
+            names[ours.get_name()] = traced.name
+    return names
+
+
+def buffers_of(accesses: dict[str, int], graph: Any, names: dict[str, str]) -> list[Buffer]:
+    """Describe buffers that a kernel reads or writes, the largest first. `accesses`: their names and bytes."""
+    from torch._inductor import ir
+
+    found = []
+    for name, size in accesses.items():
+        tensor = graph.get_buffer(name) if name in graph.name_to_buffer else graph.graph_inputs[name]
+        kind = "several"
+        if not isinstance(tensor.get_output_spec(), ir.MultiOutputLayout):
+            shape = "x".join(str(side) for side in tensor.get_size())
+            kind = f"{str(tensor.get_dtype()).removeprefix('torch.')} {shape}"
+        found.append(Buffer(names.get(name, name), kind, size))
+    return sorted(found, key=lambda buffer: -buffer.bytes)
+
+
+def kind_of_call(called: str) -> str:
+    """Return the kind of a kernel that is a call of an operator, other than a product."""
+    for kind in ("dropout", "attention"):
+        if kind in called:
+            return kind
+    return "own kernel"
+
+
+def kind_of_move(reads: list[Buffer], writes: list[Buffer], own: Collection[str], graph: Any) -> str:
+    """Return the kind of a kernel that only moves or casts. `own`: names of the buffers that it writes.
+
+    A weight's cast begins at an input of the forward pass, and that of its gradient ends at a result of the backward
+    pass.
+    """
+    if {one.kind.split()[0] for one in reads} == {one.kind.split()[0] for one in writes}:
+        return "copy"
+    if graph.is_backward:
+        is_of_weight = not set(graph.get_output_names()).isdisjoint(own)
+    else:
+        is_of_weight = all(one.name in graph.graph_inputs for one in reads)
+    return "weight cast" if is_of_weight else "cast"
 
 
 def part_of(origins: Iterable[Any], direction: str) -> str:

@@ -15,7 +15,7 @@ from datasets.examine.trust import Doubt
 from datasets.exclude import path_in_list
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from engine.report.trust import Result, Source, Splits, doubts
+from engine.report.trust import TOO_LOW, Result, Source, Splits, doubts
 from utils.config.data import DataConfig
 from utils.program import start_again, tool
 from utils.record.history import History
@@ -44,7 +44,6 @@ NEARLY_ALL = 0.9
 FAR = 15.0
 """or if top-1 is more than so many points below that of folds of the training images"""
 
-TOO_LOW = "Perhaps too low"
 FEW_MISTAKES = 5
 """Most mistakes of a validation that are named"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"

@@ -29,8 +29,9 @@ MOST = 7
 """Most doubts that are shown; those of the smallest effect are left out."""
 FEW = 100
 """With fewer validation images than this, folds are advised."""
-PERHAPS = "Perhaps too high"
-"""Effect of a doubt of which nothing was measured, or nothing beyond chance"""
+TOO_HIGH = "Perhaps too high"
+TOO_LOW = "Perhaps too low"
+"""Effects of doubts of which nothing was measured, or nothing beyond chance"""
 CHANCE = "chance"
 """Kind of the doubt that the number of images leaves"""
 UNWARNED = ("names", "shortcut")
@@ -113,7 +114,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
         _by_relatives(data, result, source),
         _by_shortcut(data, result),
         _by_names(data, result),
-        _by_classes(data),
+        _by_classes(data, result),
     ]
     if result is not None:
         found += [_by_chance(data, result, source), _by_choice(result, source), *result.problems]
@@ -126,7 +127,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     if result is None:
         # Before anything is measured, the points only say how many images are concerned, as the sentences do.
         for doubt in known:
-            doubt.effect_in_words = PERHAPS
+            doubt.effect_in_words = TOO_HIGH
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
 
@@ -225,7 +226,7 @@ def _compare(
     doubt.points = max(100 * float(is_right.mean()) - percents[1], 0.0)
     doubt.effect_in_words = ""
     if lowest_difference <= 0:
-        doubt.effect_in_words = PERHAPS
+        doubt.effect_in_words = TOO_HIGH
         doubt.sentence += ", a difference that may be chance"
 
 
@@ -271,23 +272,26 @@ def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
         return None
     total = data["images"]["validation"]
     sentence = data["series"][0].lower() + data["series"][1:]
+    if result is not None:  # examined in place of validation images
+        sentence = sentence.replace("validation images", f"{result.image}s")
     doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=data.get("series_advice", ""))
-    doubt.effect_in_words = PERHAPS  # names alone prove nothing
+    doubt.effect_in_words = TOO_HIGH  # names alone prove nothing
     if result is not None and result.is_right is not None:
         _compare_with_unrelated(doubt, result, _marked(namesakes, len(result.is_right)), data)
     return doubt
 
 
-def _by_classes(data: Mapping[str, Any]) -> Doubt | None:
-    """Return the doubt that classes without validation images raise, of which no accuracy speaks."""
+def _by_classes(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
+    """Return the doubt that classes without evaluated images raise, of which no accuracy speaks."""
     classes = data.get("classes", {})
     training = classes.get("training", {})
     missing = [name for name, images in classes.get("validation", {}).items() if not images and training.get(name)]
     if not missing:
         return None
     verb = "has" if len(missing) == 1 else "have"
-    sentence = f"{counted(len(missing), 'class')} of {len(training):,} {verb} no validation image: {some_of(missing)}"
-    return Doubt("classes", sentence, advice="Validation needs images of each class")
+    image = "validation image" if result is None else result.image
+    sentence = f"{counted(len(missing), 'class')} of {len(training):,} {verb} no {image}: {some_of(missing)}"
+    return Doubt("classes", sentence, advice="An evaluation needs images of each class")
 
 
 def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt | None:

@@ -168,6 +168,11 @@ def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
     assert doubt.effect == "Up to 15.0 points too high", "it is measured"
     assert "top-1 100.00 % (91.24 to 100.00 %) on them, 50.00 % (35.20 to 64.80 %) on the other 40" in doubt.sentence
     assert doubts({"series": "DATA.GROUP name: 3 groups in more than one split"}) == []
+    examined = {"series": "2 of 9 validation images share a name", "namesakes": [0], "images": {"validation": 9}}
+    examined["classes"] = {"training": {"a": 5, "b": 5}, "validation": {"a": 9, "b": 0}}
+    said = " ".join(doubt.sentence for doubt in doubts(examined, Result(TOP1, 75.0, image="test image")))
+    assert "2 of 9 test images share a name" in said, "of other images than validation's"
+    assert "1 class of 2 has no test image: b" in said
     result = Result(TOP1, 75.0, Interval(65.0, 83.0), images=80)
     chance = doubts(data | {"series_group": "name_start"}, result, Source(Path("run"), Splits(unsplit=True)))[1]
     command = "-cfg run/config.yaml -folds 5 -output run-folds DATA.GROUP=name_start`."

@@ -84,8 +84,13 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> Series:
     for setting, (pattern, in_words) in IN_NAMES.items():
         candidates.append((setting, in_words, _groups_by_name(splits, pattern)))
 
+    def fraction_and_coarseness(candidate: tuple[str, str, dict[str, list[str]]]) -> tuple[float, int]:
+        _, _, groups = candidate
+        number_of_groups = len(set(chain.from_iterable(groups.values())))
+        return _divided_groups(groups).largest_fraction, -number_of_groups
+
     # The coarsest groups that are divided keep most together, such as those of a patient with several series.
-    setting, shared, groups = max(candidates, key=lambda candidate: _divided_groups(candidate[2]).largest_fraction)
+    setting, shared, groups = max(candidates, key=fraction_and_coarseness)
     divided = _divided_groups(groups)
     if divided.largest_fraction < NOTED:  # a smaller fraction of each split may be chance
         return Series()

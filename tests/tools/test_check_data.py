@@ -648,6 +648,15 @@ def test_groups_with_different_labels_are_named(check: Check, tmp_path: Path) ->
     assert "Different labels" not in check(data, *grouped)[0].text, "where most groups have, each is a place"
 
 
+def test_the_coarsest_groups_of_names_are_proposed(check: Check, tmp_path: Path) -> None:
+    for number in range(144):  # 24 slides of three photographs with two cells each
+        name = f"slide{number // 6}_photo{number // 2}_{number}.jpg"
+        save_image(tmp_path / "data" / CLASSES[number // 6 % 3] / name, number)
+    said, _ = check(tmp_path / "data")
+    assert "'DATA.GROUP=name_start' keeps them" in said.out
+    assert "DATA.GROUP=name'" not in said.out, "a photograph is a part of a slide"
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_column_of_a_table_is_named_for_groups(check: Check, tmp_path: Path, split: bool) -> None:
     rows = ["path,target,age,Patient_ID" + ",split" * split]

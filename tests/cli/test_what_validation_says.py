@@ -99,6 +99,7 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     page = (run / "report.html").read_text()
     assert "points below that here, more than chance explains" in page, "the doubts about the test images"
     assert swapped not in page, "not those about validation"
+    assert "the best of 6 validations" not in page, "test images have chosen nothing"
 
 
 def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:

@@ -21,7 +21,7 @@ from tests.program import ROOT, TINY_DIGITS, Result, metrics, save_image
 from tests.tools.conftest import Trainings, interrupted
 from tests.waiting import until
 from tools.common import sessions
-from tools.compare import runs
+from tools.compare import command, runs
 from tools.compare.command import main
 from tools.compare.runs import Run, read_modes
 from utils.config import Config, load_config
@@ -451,3 +451,13 @@ def test_interrupted_comparison_resumes(
 def test_recipes_of_one_name_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["-vary", "cfg=vit_digits,configs/vit_digits.yaml", "-output", str(tmp_path / "out")]) == 2
     assert "vit_digits and vit_digits would have the same folder" in capsys.readouterr().err
+
+
+def test_folds_say_that_their_interval_allows_for_groups() -> None:
+    accuracy = {"acc1": 75.0, "low": 60.0, "high": 86.0, "right": 90, "images": 120, "groups": 30}
+    comparison: dict[str, Any] = {"compared": ["tiny"], "runs": [{"last_acc1": 75.0}] * 2, "folds": 2, "metric": "acc1"}
+    comparison |= {"weights": "model", "all_folds": {"tiny": accuracy}}
+    said, _ = command._words_on_only_contender(comparison)
+    assert "(95 % interval 60.00 to 86.00 %, which allows for 30 groups of DATA.GROUP)" in said
+    accuracy["groups"] = 0
+    assert "DATA.GROUP" not in command._words_on_only_contender(comparison)[0]

@@ -1,4 +1,5 @@
-"""vitamp for other Python code: `load` returns a trained model and the transform of its images, `train` trains one.
+"""vitamp for other Python code: `load` returns a trained model and the transform of its images, `train` trains one, and
+`auto` finds one.
 
 The decorators `loss`, `model`, `augmentation`, `dataset` and `metric` are for files that -use names
 (docs/own_code.md). The program itself is started by the command `vitamp`, by the scripts of a clone, or in processes of
@@ -15,7 +16,7 @@ from vitamp.registry import augmentation, dataset, loss, metric, model
 if TYPE_CHECKING:
     from vitamp.processes import Loaded, Run
 
-__all__ = ["__version__", "augmentation", "dataset", "load", "loss", "metric", "model", "train"]
+__all__ = ["__version__", "augmentation", "auto", "dataset", "load", "loss", "metric", "model", "train"]
 __version__ = "0.3.0"
 
 
@@ -52,3 +53,18 @@ def train(cfg: str | Path, ngpus: int | None = None, **flags: Any) -> Run:
 
     # With `load`, the run loads its best model when that is used.
     return trained(str(cfg), {"ngpus": ngpus, **flags}, load)
+
+
+def auto(data: str | Path, max_time: str, output: str | Path = "output/auto", **flags: Any) -> Run:
+    """Find a good model for images in a given time, as scripts/auto.py does, and return its final run.
+
+    data: folder or table of the images
+    max_time: time that everything may take, such as "0:30:00"
+    output: folder of all results; the answer is in its answer.txt. The same call goes on after an interruption.
+    flags: other flags and settings of that script, such as `weights="resnet18,resnet50"`, as for `train`
+
+    Raises ValueError and RuntimeError as `train` does.
+    """
+    from vitamp.processes import found
+
+    return found(str(data), {"max_time": max_time, "output": str(output), **flags}, load)

@@ -315,6 +315,17 @@ def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> 
         return Run(run_folder.absolute(), load)
 
 
+def found(data: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> Run:
+    """Run auto.py in a process of its own, and return its final run, as `vitamp.auto` does.
+
+    flags: name of a flag -> value; "output" must be among them
+    load: `vitamp.load`, which loads the run's best model later
+    """
+    _run("scripts/auto.py", [data, *words_of(flags)])
+    record = json.loads(Path(flags["output"], "auto.json").read_text(encoding="utf-8"))
+    return Run(Path(record["run"]), load)
+
+
 def words_of(flags: dict[str, Any]) -> Iterator[str]:
     """Yield the words of a command line for keyword arguments: name -> value of a flag or setting.
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import vitamp
 from tests.program import Result, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
@@ -240,3 +241,15 @@ def test_candidates_are_separated_beyond_chance() -> None:
     assert candidates.separate(six, ())[0] == ["best"]
     others = {"a": best, "b": best}
     assert "six" in candidates.separate({**six, **others}, ())[0]
+
+
+@pytest.mark.slow
+def test_python_code_gets_the_final_run(made: Path, tmp_path: Path) -> None:
+    weights = f"{MODEL}={made / MODEL}.safetensors"
+    small = {"device": "cpu", "image_size": 32, "TRAIN.MAX_UPDATES": 8, "DATA.NUM_WORKERS": 0}
+    run = vitamp.auto(made / "data", "0:04:00", tmp_path / "out", weights=weights, **small)
+    assert run.folder == Path(record(tmp_path / "out")["run"])
+    one = next((made / "data" / "bee").iterdir())
+    assert run.predict(one)[0].guesses[0].name in CLASSES
+    with pytest.raises(ValueError, match="has the results of another command"):
+        vitamp.auto(made / "data", "0:04:00", tmp_path / "out", weights=weights)

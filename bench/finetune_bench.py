@@ -60,7 +60,6 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 
 GRID = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
-"""timm's learning rates that are always tried"""
 STEP = 2
 """Ratio of neighbouring rates, also where the grid is extended"""
 MOST_APART = 1.0
@@ -74,6 +73,8 @@ class Backbone(NamedTuple):
     """Flags of timm's train.py and inference.py"""
     training: str
     """Flags of timm's train.py"""
+    grid: tuple[float, ...] = GRID
+    """timm's learning rates that are always tried"""
 
 
 BACKBONES = {
@@ -88,6 +89,13 @@ BACKBONES = {
         "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
         " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0",
         "--pretrained --pretrained-path {weights} -b 16",
+    ),
+    # At 98 px, with weights for vit_small_patch14_dinov2, whose best rates are lower.
+    "dinov2_s": Backbone(
+        "configs/finetune.yaml -pretrained {weights} -model vit_small_patch14_dinov2",
+        "--model vit_small_patch14_dinov2 --model-kwargs img_size=98",
+        "--pretrained --pretrained-path {weights} -b 16",
+        grid=(1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4),
     ),
     # Without weights, smaller than in the recipe; timm's crops are those of the recipe.
     "scratch": Backbone(
@@ -216,9 +224,9 @@ def best_rate(tried: dict[float, float]) -> float:
     return best[len(best) // 2]
 
 
-def next_rate(tried: dict[float, float]) -> float | None:
+def next_rate(tried: dict[float, float], grid: tuple[float, ...]) -> float | None:
     """Return the learning rate to try next; None if the best one has a worse, or an equal, one on either side."""
-    missing = [rate for rate in GRID if rate not in tried]
+    missing = [rate for rate in grid if rate not in tried]
     if missing:
         return missing[0]
     best = best_rate(tried)
@@ -253,10 +261,11 @@ class Runs:
     def rate(self, **where: Any) -> float:
         """Return timm's best learning rate in draw 0, trying rates until it is inside those tried."""
         tried = dict[float, float]()
-        rate = next_rate(tried)
+        grid = BACKBONES[self.asked.backbone].grid
+        rate = next_rate(tried, grid)
         while rate is not None:
             tried[rate] = self.run(draw=0, lr=rate, **where)["acc1"]
-            rate = next_rate(tried)
+            rate = next_rate(tried, grid)
         return best_rate(tried)
 
     def save(self) -> None:

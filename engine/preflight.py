@@ -171,11 +171,12 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
         from engine.inputs.auto import with_image_size, with_measurements, with_patch_size
 
         loaded = with_measurements(with_patch_size(with_image_size(loaded)))
-    if loaded.config.TRAIN.BASE_LR == AUTO and not loaded.config.EVAL:
-        from engine.inputs.auto import with_rate
-
-        loaded = with_rate(loaded)
     if not loaded.config.EVAL:
+        optimizer = loaded.config.TRAIN.OPTIMIZER
+        if loaded.config.TRAIN.BASE_LR == AUTO and not optimizer.facts.has_own_rate:
+            given_by = loaded.sources["TRAIN.BASE_LR"]
+            name = optimizer.NAME.casefold()
+            raise UserError(f"{given_by}: TRAIN.BASE_LR auto is for AdamW and Adam; give a number for {name}.")
         return loaded
 
     # The split to evaluate. A data set that is not taken over from the run counts as given.

@@ -161,7 +161,7 @@ def dry_run(given: Run) -> int:
 
 
 def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
-    """Find the checkpoint to resume from, and settle the batch size and the number of epochs if they are `auto`.
+    """Find the checkpoint to resume from, and settle learning rate, batch size and number of epochs if they are `auto`.
 
     Returns `run` with these settings, and the checkpoint; None for a new run. A collective call.
     """
@@ -174,6 +174,10 @@ def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
         signals.saved = checkpoint is not None
     else:
         signals.saved = None  # only rank 0 saves, and says so when a signal ends it
+    if run.config.TRAIN.BASE_LR == AUTO:
+        from engine.measured_rate import settle_rate
+
+        run = settle_rate(run)
     run = settle_batch(run, checkpoint)
     if run.config.TRAIN.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import settle_epochs

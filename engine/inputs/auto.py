@@ -25,9 +25,8 @@ from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader
 from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
-from models.build import build_without_weights, is_timm_name, sizes_in, timm_weights
+from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
-from models.parts import BATCH_NORM
 from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run, weights_of_name
@@ -55,10 +54,6 @@ PATCHES = range(4, 9)
 """Patch sizes that `auto` chooses from"""
 PATCHES_PER_ROW = 8
 """Number of patches that a patch size of `auto` comes closest to"""
-RATE = "TRAIN.BASE_LR"
-RATE_WITH_BATCH_NORM = 3e-4
-RATE_BY_FEATURES = 0.1
-LARGEST_RATE = 1e-3
 
 
 def with_classes(loaded: Loaded) -> Loaded:
@@ -223,30 +218,6 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     grid = in_pixels((height // patch, width // patch))
     note = f"{PATCH_SIZE} {patch}: {grid} patches of an image of {in_pixels(size)}"
     return loaded.with_values({PATCH_SIZE: patch}, f"{IMAGE_SIZE} {one_line(size)}", [note])
-
-
-def with_rate(loaded: Loaded) -> Loaded:
-    """Set TRAIN.BASE_LR `auto` for fine-tuning with AdamW or Adam: the wider a model, the smaller its learning rate.
-
-    0.001 was best for ViTs of width 48 and 96, 0.0003 for EfficientNet-Lite0 (docs/benchmarks.md). That Adam's rate
-    goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V). UserError for other optimisers.
-    """
-    config = loaded.config
-    optimizer = config.TRAIN.OPTIMIZER
-    if not optimizer.facts.has_own_rate:  # only of AdamW and Adam does `auto` know a learning rate
-        name = optimizer.NAME.casefold()
-        raise UserError(f"{loaded.sources[RATE]}: {RATE} auto is for AdamW and Adam; give a number for {name}.")
-    model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    features = getattr(model, "num_features", None)
-    rate = RATE_WITH_BATCH_NORM
-    if features is None:
-        reason = "the model does not say its number of features"
-    elif any(isinstance(module, BATCH_NORM) for module in model.modules()):
-        reason = "for models with batch norm"
-    else:
-        rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
-        reason = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
-    return loaded.with_values({RATE: rate}, "the model's features", [f"{RATE} {rate:g}: {reason}"])
 
 
 def with_measurements(loaded: Loaded) -> Loaded:

@@ -16,10 +16,10 @@ from utils.statistics.differences import of_different_images
 
 def try_rates(top1: Callable[[float], float]) -> dict[float, float]:
     tried = dict[float, float]()
-    rate = next_rate(tried)
+    rate = next_rate(tried, GRID)
     while rate is not None:
         tried[rate] = top1(rate)
-        rate = next_rate(tried)
+        rate = next_rate(tried, GRID)
     return tried
 
 

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 from datasets.given import open_given
@@ -259,18 +260,32 @@ def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: 
     warning = "the batch norms are trained, so training sees other features than the probe was fitted to"
     frozen = vitamp(*words, tmp_path / "frozen", code=0).text
     assert warning not in frozen
-    assert "TRAIN.BASE_LR 0.0003: for models with batch norm" in frozen
     assert warning in vitamp(*words, tmp_path / "trained", "MODEL.FREEZE=null", code=0).text
 
 
-def test_the_rate_of_finetune_depends_on_the_model(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
+def test_the_rate_of_finetune_is_measured(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
+    """Weights that an update changes more get a smaller rate, which is as if it were given."""
+    small_weights = tmp_path / "small.safetensors"
+    state = load_file(place / "weights" / "model.safetensors")
+    save_file({name: 0.1 * weight if weight.ndim == 2 else weight for name, weight in state.items()}, small_weights)
     words = ["-cfg", ROOT / "configs" / "finetune.yaml", "-data_path", place / "flowers", "DATA.IMAGE_SIZE=32"]
-    words += ["-epochs", 1, "-batch_size", 90, "-device", "cpu", "THREADS=1", "DATA.NUM_WORKERS=0", "-output"]
-    wide = vitamp(*words, tmp_path / "run", "-pretrained", place / "weights", *SMALL, "MODEL.EMBED_DIM=128", code=2)
-    assert "TRAIN.BASE_LR 0.00078: 0.1 / 128 features, at most 0.001" in wide.text  # weights of another width
-    vitamp(*words, tmp_path / "run", "-pretrained", place / "weights", *SMALL, code=0)
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["TRAIN"]["BASE_LR"] == 0.001
-    sgd = vitamp(*words, tmp_path / "sgd", "-pretrained", place / "weights", *SMALL, "TRAIN.OPTIMIZER.NAME=SGD", code=2)
+    words += ["-epochs", 1, "-batch_size", 90, *SMALL, "DATA.NUM_WORKERS=0", "DATA.CHECK=off", "-output"]
+
+    def rate(name: str, *more: object) -> float:
+        said = vitamp(*words, tmp_path / name, *more, code=0).text
+        found = yaml.safe_load((tmp_path / name / "config.yaml").read_text())["TRAIN"]["BASE_LR"]
+        if "-lr" not in more:
+            assert f"TRAIN.BASE_LR auto: {found:g}, since" in said
+        return found
+
+    plain = rate("plain", "-pretrained", place / "weights")
+    assert 1e-4 < plain < 1e-2
+    assert rate("given", "-pretrained", place / "weights", "-lr", plain) == plain
+    assert metrics(tmp_path / "given", "train") == metrics(tmp_path / "plain", "train")
+    assert rate("small", "-pretrained", small_weights) < plain / 3
+    assert rate("layers", "-pretrained", place / "weights", "TRAIN.LAYER_DECAY=0.5") > plain
+    assert rate("head", "-pretrained", place / "weights", "MODEL.FREEZE=backbone") == 1e-4
+    sgd = vitamp(*words, tmp_path / "sgd", "-pretrained", place / "weights", "TRAIN.OPTIMIZER.NAME=SGD", code=2)
     assert "TRAIN.BASE_LR auto is for AdamW and Adam; give a number for sgd" in sgd.text
 
 

@@ -14,9 +14,11 @@ from datasets import Window
 from engine.amp.op_lists import OpLists
 from engine.machine.device import Run, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
+from engine.measured_rate import settle_rate
 from engine.memory.global_batch import with_global_batch
 from engine.setup import ReadyToTrain, build_for_training
 from utils.config import Config
+from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import first_line
 from utils.program import die_with_parent
@@ -73,6 +75,8 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         run = Run(config, ALONE, device, threads)
+        if config.TRAIN.BASE_LR == AUTO:
+            run = settle_rate(run)
         # A dry run, which needs no pass over the data before its updates, such as one for features.
         ready = build_for_training(run, None, dry=True)
         try:

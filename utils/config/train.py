@@ -157,7 +157,7 @@ class TrainConfig(Section):
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: RateOrAuto = setting(
         3e-3,
-        "Learning rate after the warm-up. auto, to fine-tune: 3e-4 with batch norm, else 0.1 / width, 1e-3 at most.",
+        "Learning rate after the warm-up. auto measures one to fine-tune with (docs/finetuning.md).",
     )
     END_LR: NonNegative = setting(0.0, "Learning rate at the end.", _NOT_STEPS)
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(None, "Multiply these rates by global batch / N (true: 512).")

@@ -19,7 +19,7 @@ from datasets import ValLoader, auto_workers, open_dataset
 from engine.machine.device import Run
 from engine.machine.memory import take_peak
 from engine.setup import tuned_model
-from models.parts import in_eval_mode
+from models.parts import BATCH_NORM, in_eval_mode
 from utils.config import Config
 from utils.distributed.world import broadcast, on_every_rank
 from utils.log import log, unheard
@@ -30,6 +30,8 @@ RATES = np.geomspace(1e-6, 1e-3, 61)
 """The learning rates to choose from, 20 in a factor of ten"""
 TIMES = 2.0
 """The learning rate is so many times the one whose update changes the features by as much as images differ"""
+WITH_BATCH_NORM = 3e-4
+"""The learning rate of models with batch norm: larger measured ones were worse on some sets (docs/benchmarks.md)"""
 OF_CLASSIFIER = 1e-4
 """The learning rate if the backbone is frozen, so that no feature changes; the classifier begins as a probe"""
 OF_UPDATE = 16
@@ -45,25 +47,23 @@ def settle_rate(run: Run) -> Run:
     """
     # The model is built again for the run, which logs these lines itself, and draws the same random numbers.
     with unheard(), fork_host_rng():
-        rate = broadcast(on_every_rank(run.world, lambda: _measure(run)), run.world)
+        rate, why = broadcast(on_every_rank(run.world, lambda: _measure(run)), run.world)
     gc.collect()
     take_peak(run.device)
-    why = "the first update at half this rate changes the features of training images by about as much as they differ"
-    if rate is None:
-        rate = OF_CLASSIFIER
-        why = "only the classifier is trained"
-    log.info("TRAIN.BASE_LR auto: %g, since %s.", rate, why)
+    log.info("TRAIN.BASE_LR auto: %g, %s.", rate, why)
     return replace(run, config=run.config.changed(TRAIN={"BASE_LR": rate}))
 
 
-def _measure(run: Run) -> float | None:
-    """Return TIMES the largest of RATES whose update changes features no more than images differ.
+def _measure(run: Run) -> tuple[float, str]:
+    """Return TIMES the largest of RATES whose update changes features no more than images differ, and why, in words.
 
-    None if no weight that the features depend on is trained.
+    Models with batch norm, and those of which only the classifier is trained, have a rate of their own.
     """
     config = run.config.changed(AMP={"ENABLED": False})
     tuned = tuned_model(config, run.device)
     model = tuned.model
+    if any(isinstance(module, BATCH_NORM) for module in model.modules()):
+        return WITH_BATCH_NORM, "for models with batch norm"
     pool = pool_of(model)
     check_pool(model, pool, "TRAIN.BASE_LR auto")
     pixels = tuned.inputs(_images(run))
@@ -78,7 +78,7 @@ def _measure(run: Run) -> float | None:
         spread = torch.linalg.vector_norm(before - mean)
         steps = _first_update(model, config, of_update, pool, mean)
         if not steps:
-            return None
+            return OF_CLASSIFIER, "since only the classifier is trained"
 
         @torch.no_grad()
         def change(rate: float) -> float:
@@ -91,7 +91,10 @@ def _measure(run: Run) -> float | None:
             return float(moved / spread)
 
         place = bisect_left(RATES, 1.0, key=change)
-    return float(f"{TIMES * RATES[max(place - 1, 0)]:.2g}")
+    rate = float(f"{TIMES * RATES[max(place - 1, 0)]:.2g}")
+    if place == len(RATES):
+        return rate, "the most that it chooses"
+    return rate, "since half of it changes the features of training images by about as much as they differ in an update"
 
 
 def _first_update(

@@ -260,6 +260,7 @@ def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: 
     warning = "the batch norms are trained, so training sees other features than the probe was fitted to"
     frozen = vitamp(*words, tmp_path / "frozen", code=0).text
     assert warning not in frozen
+    assert "TRAIN.BASE_LR auto: 0.0003, for models with batch norm" in frozen
     assert warning in vitamp(*words, tmp_path / "trained", "MODEL.FREEZE=null", code=0).text
 
 
@@ -275,7 +276,7 @@ def test_the_rate_of_finetune_is_measured(vitamp: Vitamp, place: Path, tmp_path:
         said = vitamp(*words, tmp_path / name, *more, code=0).text
         found = yaml.safe_load((tmp_path / name / "config.yaml").read_text())["TRAIN"]["BASE_LR"]
         if "-lr" not in more:
-            assert f"TRAIN.BASE_LR auto: {found:g}, since" in said
+            assert f"TRAIN.BASE_LR auto: {found:g}, " in said
         return found
 
     plain = rate("plain", "-pretrained", place / "weights")

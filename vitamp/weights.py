@@ -86,6 +86,10 @@ class _Calibrations(Fields):
     temperatures: list[Fitted]
 
 
+FEW_IMAGES = 30
+"""A metric on fewer validation images than this is named with their number."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The weights that were chosen at a path, checked but not loaded, and what is recorded about them."""
@@ -264,6 +268,9 @@ def choose_weights(
         words += f" ({why})"
     if which in values:
         words += f", {metric.words} {metric.number(values[which])}"
+        images = meta.get("val_images")
+        if isinstance(images, int) and images < FEW_IMAGES:
+            words += f" on only {images} validation images"
     for other_set, value in values.items():
         if other_set != which and other_set in available:
             words += f"; {other_set.label}: {metric.number(value)}"

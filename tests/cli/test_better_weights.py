@@ -136,6 +136,13 @@ def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], 
     assert choose_weights(meta, SETS, "auto")[1] == words
 
 
+def test_a_metric_on_few_images_is_named_with_their_number() -> None:
+    meta: dict[str, Any] = {"metrics": {"acc1": 50.0}, "val_images": 2}
+    assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, top-1 50.00 % on only 2 validation images"
+    meta["val_images"] = 200
+    assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, top-1 50.00 %"
+
+
 def test_best_top1_is_equal_in_run_report_and_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The best over all validations, of plain weights and EMA; here the EMA is better."""
     run = tmp_path / "run"

@@ -75,8 +75,8 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     )
     if len(counts) > NEARLY_RANDOM * len(readable):
         log.warning(
-            "Nearly each image is a group of its own, so this split is nearly random. If several images show one "
-            "thing, name the groups (DATA.GROUP, docs/splits.md)."
+            "This split is nearly random, since few images are alike. If several images show one thing, name the "
+            "groups (DATA.GROUP, docs/splits.md)."
         )
     unreadable = len(scans) - len(readable)
     if unreadable:

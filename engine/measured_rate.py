@@ -21,9 +21,11 @@ from engine.machine.memory import take_peak
 from engine.setup import tuned_model
 from models.parts import BATCH_NORM, in_eval_mode
 from utils.config import Config
+from utils.config.kinds import AUTO
 from utils.distributed.world import broadcast, on_every_rank
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng, generator_of
+from vitamp.checkpoints import Checkpoint
 from vitamp.pooling import check_pool, pool_of, pooled_features
 
 RATES = np.geomspace(1e-6, 1e-3, 61)
@@ -40,11 +42,15 @@ OBSERVED = 32
 """Number of other images whose features are compared"""
 
 
-def settle_rate(run: Run) -> Run:
+def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
     """Return `run` with a number for TRAIN.BASE_LR. A collective call.
 
-    config.yaml then keeps the number, so that the training is as reproducible as if the user had given it.
+    config.yaml then keeps the number, so that the training is as reproducible as if the user had given it. A resumed
+    run keeps that of its checkpoint.
     """
+    saved = checkpoint.meta["settings"].get("TRAIN.BASE_LR", AUTO) if checkpoint else AUTO
+    if saved != AUTO:
+        return replace(run, config=run.config.changed(TRAIN={"BASE_LR": saved}))
     # The model is built again for the run, which logs these lines itself, and draws the same random numbers.
     with unheard(), fork_host_rng():
         rate, why = broadcast(on_every_rank(run.world, lambda: _measure(run)), run.world)

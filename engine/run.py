@@ -177,7 +177,7 @@ def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
     if run.config.TRAIN.BASE_LR == AUTO:
         from engine.measured_rate import settle_rate
 
-        run = settle_rate(run)
+        run = settle_rate(run, checkpoint)
     run = settle_batch(run, checkpoint)
     if run.config.TRAIN.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import settle_epochs

@@ -100,7 +100,7 @@ def _measure(run: Run) -> tuple[float, str]:
     rate = float(f"{TIMES * RATES[max(place - 1, 0)]:.2g}")
     if place == len(RATES):
         return rate, "the most that it chooses"
-    return rate, "since half of it changes the features of training images by about as much as they differ in an update"
+    return rate, "twice the rate whose first update changes the features of training images as much as these differ"
 
 
 def _first_update(

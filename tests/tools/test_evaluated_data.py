@@ -117,12 +117,12 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
         assert ("all images: 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
-    # A run that keeps test for the end; a run that does not would be split otherwise. Its two validations are equal, so
-    # it has chosen nothing, and names no test images as the remedy.
-    words = "-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "kept", "-epochs", 2, "DATA.KEEP_TEST=true"
-    kept = vitamp(*words, code=0)
+    # A run that keeps test for the end names the command, since it chooses the best of different validations; a run that
+    # does not keep it would be split otherwise.
+    words = "-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "kept", "-epochs", 3, "DATA.KEEP_TEST=true"
+    kept = vitamp(*words, "-lr", 1, "SAVE_BEST_BY=loss", code=0)
     assert "split at random" in kept.text
-    assert "it is the best of" not in kept.text
+    assert f"`python scripts/evaluate.py {tmp_path / 'kept'} -part test`" in kept.text
     for words, counted in ((), "validation split: 3 images"), (("-part", "test"), "test split: 4 images"):
         assert counted in vitamp(tmp_path / "kept", *words, script="scripts/evaluate.py", code=0).text
     whole = vitamp(tmp_path / "kept", "-part", "all", script="scripts/evaluate.py", code=0)

@@ -117,8 +117,8 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
         assert ("all images: 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
-    # A run that keeps test for the end, and chooses the best of different validations, names the command. A run that does
-    # not keep it would be split otherwise.
+    # A run that keeps test for the end, and chooses among different validations, names the command. A run that does not
+    # keep it would be split otherwise.
     words = "-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "kept", "-epochs", 3, "DATA.KEEP_TEST=true"
     kept = vitamp(*words, "-lr", 1, "SAVE_BEST_BY=loss", code=0)
     assert "split at random" in kept.text

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -101,6 +102,13 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     assert len(final["val"]) == 3, "of each class one"
     assert f"of {len(found['test'])} test images, which decided nothing" in said.out
     assert "always guessing the largest class" in said.out
+    fewer = re.search(
+        r"More images: the probe has .* % with (\d+), .* % with (\d+), .* % with (\d+) training", said.out
+    )
+    assert fewer is not None
+    fourth, half, all_images = map(int, fewer.groups())
+    assert all_images == len(final["train"])
+    assert [half, fourth] == pytest.approx([all_images / 2, all_images / 4], abs=2)
     assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
 
     trainings.started.clear()

@@ -29,17 +29,17 @@ def answer(search: Search) -> list[str]:
     result, doubts = doubts_of(trained, test, evaluation)
     winner = content["winner"]
     probed, _ = build(search.candidates[winner].load(search.line, search.final_table))
-    found = probe(probed)
+    probe_on_test, more_images = probe(probed).on_test()
 
     top1 = measured(result.value, result.interval)
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval for images like these)",
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
-        f"{found.on_test()}",
+        f"{probe_on_test}",
     ]
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
-    lines += [""] + _table(content["candidates"]) + [""]
+    lines += ["", *_table(content["candidates"]), "", more_images]
     quoted = shlex.quote(f"{run}")
     repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [

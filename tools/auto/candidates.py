@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from datasets import source_of
+from datasets.sources.split import split_rows
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import Classifier, fit, folds_of
 from engine.trained.model import Trained, pretrained, split_of_run
@@ -33,6 +35,8 @@ OF_DATA = deciding("source", "images", "split", "random split")
 """Settings that the table of splits takes the place of"""
 TIMED = 16
 """Images of the batch that measures the speed of a model"""
+HALVINGS = 2
+"""Number of times that training images are halved, to see what fewer would have brought"""
 TIMES = 4
 """Number of times that this batch is computed; the fastest one counts, since other programs slow the others"""
 
@@ -119,11 +123,47 @@ class Probe:
     def pool(self) -> str:
         return pool_of(self.trained.model)
 
-    def on_test(self) -> str:
-        """Return the accuracy on test images, with its interval, in words."""
+    def on_test(self) -> tuple[str, str]:
+        """Return the accuracy on test images, in words, and a line about classifiers fitted to fewer images."""
+        classifiers = {len(self.is_right): self.classifier}  # number of training images -> classifier fitted to them
+        rows = np.arange(len(self.is_right))
+        try:
+            for _ in range(HALVINGS):
+                rows, classifier = self._half(rows)
+                classifiers[len(rows)] = classifier
+        except UserError:
+            pass  # so few images cannot be halved
+
         test = _features(self.trained, "test")
-        is_right = self.classifier.logits(test.of(self.pool)).argmax(1).numpy() == test.labels
-        return accuracy(is_right, test.groups)
+        columns = test.of(self.pool)
+        hits = {size: one.logits(columns).argmax(1).numpy() == test.labels for size, one in classifiers.items()}
+        found = accuracy(hits[len(self.is_right)], test.groups)
+        *fewer, all_images = sorted(hits)
+        if not fewer:
+            return found, "More images: too few training images to see what half of them would have brought."
+        gain, low, high = agresti_min(hits[all_images], hits[fewer[-1]], test.groups)
+        steps = ", ".join(f"{100 * hits[size].mean():.1f} % with {size:,}" for size in sorted(hits))
+        return found, (
+            f"More images: the probe has {steps} training images. The last doubling brought {100 * gain:+.1f} points "
+            f"({100 * low:+.1f} to {100 * high:+.1f}) in the same test images; the next is not measured."
+        )
+
+    def _half(self, rows: np.ndarray) -> tuple[np.ndarray, Classifier]:
+        """Return half of these training images, and a classifier that is fitted to them.
+
+        Raises UserError if they are too few.
+        """
+        dataset = split_of_run(self.trained, "train")
+        labels = self.features.labels
+        all_groups = dataset.groups()
+        groups = [all_groups[row] for row in rows] if all_groups else None
+        halves = dataset.data.changed(VAL_FRACTION=0.5, FOLD=None)
+        rows = rows[split_rows(labels[rows], halves, "train", source_of(halves), groups)]
+        fold_of, _ = folds_of(dataset, labels[rows], dataset.data, rows)
+        classes = int(self.trained.config.MODEL.NUM_CLASSES)
+        columns = self.features.of(self.pool)[rows]
+        classifier, _ = fit(columns, labels[rows], fold_of, classes, self.trained.precision.device)
+        return rows, classifier
 
 
 def build(config: Config) -> tuple[Trained, float]:

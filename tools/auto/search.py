@@ -211,9 +211,10 @@ class Search:
         table = self.table if is_validated else self.final_table
         images = Counter(row["split"] for row in read_table(table))
         # The evaluation computes features of all images, and compares test images and edited copies with the others.
+        # It fits the probe to all training images, half and a fourth of them.
         passes = images.total() + PASSES_OF_TEST * images["test"]
         speed = content["candidates"][name]["images_per_second"]
-        reserve = passes / speed + 2 * content["overhead"] + LEAST_SECONDS / 2
+        reserve = passes / speed + 3 * content["overhead"] + LEAST_SECONDS / 2
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         reports = list[dict[str, Any]]()

@@ -190,7 +190,7 @@ class DataConfig(Section):
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.", only_with("DATA.BITS=8"))
     CACHE: str | None = setting(
-        None, "Folder for compiled code, hf:NAME and indices of tars; null: ~/.cache/vitamp.", decides="nothing"
+        None, "Folder for compiled code, features and downloaded data; null: ~/.cache/vitamp.", decides="nothing"
     )
     CACHE_GB: NonNegative = setting(50, "Most gigabytes of tar files at a URL that are kept in CACHE; 0: none.")
 

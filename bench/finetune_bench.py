@@ -24,6 +24,7 @@ timm has lines of flags. The learning rate is chosen for each line and each set;
 - bce: advised with binary cross-entropy. timm's author has it in "ResNet strikes back" (arXiv 2110.00476), for training
   from scratch.
 - muon: plain with Muon, for training from scratch.
+- tutorial: what PyTorch's tutorial on transfer learning has, with its learning rate.
 
 Mixup and CutMix are off in all lines, as in ConvNeXt's fine-tuning, whose classifier starts near zero, too. timm's
 author starts with a tenth of the learning rate for training from scratch (issue 25); rates below the grid are tried if
@@ -112,7 +113,11 @@ LINES = {
     "own_head": "--head-init-scale 1",
     "bce": "--layer-decay 0.8 --model-ema --model-ema-warmup --bce-loss",
     "muon": "--opt muon",
+    "tutorial": "--opt momentum --weight-decay 0 --sched step --decay-epochs 7 --decay-rate 0.1 --warmup-epochs 0"
+    " --clip-grad 1e9 --scale 0.08 1.0 --smoothing 0 --head-init-scale 1 -b 4",
 }
+RATES = {"tutorial": 1e-3}
+"""Lines with a learning rate of their own"""
 VITAMP = "vitamp"
 CHOSEN = "best in draw 0"
 OURS = (
@@ -259,7 +264,12 @@ class Runs:
         return done[0]
 
     def rate(self, **where: Any) -> float:
-        """Return timm's best learning rate in draw 0, trying rates until it is inside those tried."""
+        """Return timm's best learning rate in draw 0, trying rates until it is inside those tried.
+
+        Lines with a learning rate of their own have that.
+        """
+        if where["line"] in RATES:
+            return RATES[where["line"]]
         tried = dict[float, float]()
         grid = BACKBONES[self.asked.backbone].grid
         rate = next_rate(tried, grid)

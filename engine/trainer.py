@@ -152,8 +152,11 @@ class Trainer:
         # The run may have been stopped in a validation within an epoch, which is then repeated.
         if 0 < position.step < self.per_epoch:
             self._validate_and_save()
-        # A probe is validated and saved before it is trained, which may only make it worse.
-        if position.update == 0 and self.config.MODEL.starts_at_probe:
+        # A probe is validated and saved before it is trained, which may only make it worse. If only the end of the run
+        # validates, it is not, and the end is the best.
+        train = self.config.TRAIN
+        only_end_validates = max(train.NUM_EPOCHS, 1) < self.config.VALIDATE_FREQ
+        if position.update == 0 and self.config.MODEL.starts_at_probe and not only_end_validates:
             self._validate_and_save(last=True)
         # The profiler wants a call after each update; without it, that call does nothing.
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
@@ -162,7 +165,7 @@ class Trainer:
 
             profiling = profiled(self.config.PROFILE, self.folder)
         with profiling as self._tell_profiler:
-            while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
+            while position.epoch <= train.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
         self._validate_and_save(last=True)
 

@@ -203,6 +203,10 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     assert last["acc1"] < acc1
     assert acc1_of(vitamp, tmp_path, tmp_path / "run") == acc1
 
+    vitamp(*words, tmp_path / "last", "MODEL.NEW_CLASSIFIER=probe", *short, "VALIDATE_FREQ=2", code=0)
+    (only,) = metrics(tmp_path / "last", "val")
+    assert acc1_of(vitamp, tmp_path, tmp_path / "last") == only["acc1"] < acc1, "nothing but its end was validated"
+
     vitamp(*words, tmp_path / "zero", "MODEL.NEW_CLASSIFIER=zero", "TRAIN.NUM_EPOCHS=0", code=0)
     logits = load_trained(tmp_path / "zero").logits(torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8))
     assert torch.equal(logits, torch.zeros(4, 10))

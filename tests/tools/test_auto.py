@@ -5,7 +5,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,7 @@ import vitamp
 from tests.program import Result, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
-from tools.auto.record import Record
-from tools.auto.search import Search
-from tools.common.command_line import ToolLine
 from tools.compare.runs import Run, train_run
-from utils.cli import CommandLine
 
 Call = Callable[..., Result]
 CLASSES = ("ant", "bee", "cat")
@@ -100,6 +95,8 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     assert final["test"] == found["test"], "no test image is trained on"
     assert final["train"] > found["train"]
     assert len(final["val"]) == 3, "of each class one"
+    checkpoints = json.loads((out / "final" / "checkpoints" / "index.json").read_text())
+    assert checkpoints["best"] == checkpoints["last"] != "step-000000000", "these three choose no checkpoint"
     assert f"of {len(found['test'])} test images, which decided nothing" in said.out
     assert "always guessing the largest class" in said.out
     fewer = re.search(
@@ -123,6 +120,8 @@ def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, train
     data, out = tmp_path / "data", tmp_path / "out"
     write_images(data / "train", images=60)
     write_images(data / "test", images=12, seed=1)
+    copied = next((data / "train" / "ant").iterdir())
+    (data / "train" / "bee" / "copy.png").write_bytes(copied.read_bytes())
     images = {path: path.read_bytes() for path in (data / "test").rglob("*.png")}
     for path in images:
         path.write_text("no image")
@@ -134,6 +133,7 @@ def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, train
     said = auto(data=data)
     assert trainings.started == []
     assert "the data's own test split" in said.out
+    assert f"check_data.py {data}` lists: the same bytes with different labels: 2" in said.out
     assert "of 12 test images, which decided nothing" in said.out
 
 
@@ -191,22 +191,6 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
     assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out
-
-
-def test_few_validation_images_choose_no_checkpoint(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "final" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "index.json").write_text('{"last": "step-000000002", "best": "step-000000000"}')
-    (tmp_path / "final" / "metrics.jsonl").write_text('{"event": "run", "what": "end"}\n')
-    decided = Record(tmp_path / "out", {}, 60)
-    decided.save(winner=MODEL)
-    conclude = partial(
-        Search(ToolLine(CommandLine()), decided, {}, [])._conclude, tmp_path / "final", "with its probe", [{"epoch": 3}]
-    )
-    assert "no epoch was better in validation" in conclude(is_validated=True)[0]
-    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000000"
-    assert "fine-tuned for 3 epochs, on training and validation images" in conclude(is_validated=False)[0]
-    assert json.loads((checkpoints / "index.json").read_text())["best"] == "step-000000002"
 
 
 def test_bad_weights_are_refused_before_images_are_read(

@@ -3,10 +3,10 @@
 import shlex
 from pathlib import Path
 
-from engine.trained.model import load_trained, split_of_run
+from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.search import Search
-from tools.common.evaluation import evaluation_of, measured, with_bar
+from tools.common.evaluation import OneLabel, SeveralLabels, evaluation_of, measured, with_bar
 from tools.common.tables import in_columns
 from tools.common.trust import doubts_of
 from utils.cli import command_line
@@ -15,6 +15,8 @@ from utils.record.run_folder import CONFIG
 from utils.text import clock
 
 MOST_DOUBTS = 3
+MOST_CLASSES = 6
+"""Most classes whose recall is shown"""
 
 
 def answer(search: Search) -> list[str]:
@@ -38,6 +40,7 @@ def answer(search: Search) -> list[str]:
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
         f"{probe_on_test}",
     ]
+    lines.append(f"  recall, least first: {_recall(trained, evaluation)}")
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
     lines += ["", *_table(content["candidates"]), "", more_images]
     quoted = shlex.quote(f"{run}")
@@ -52,9 +55,21 @@ def answer(search: Search) -> list[str]:
     return lines
 
 
+def _recall(trained: Trained, evaluation: OneLabel | SeveralLabels) -> str:
+    """Return the recall of the classes with the lowest ones, with their number of test images, in words."""
+    classes = [label for label, images in enumerate(evaluation.support) if images]
+    lowest = sorted(classes, key=lambda label: evaluation.recall[label])[:MOST_CLASSES]
+    words = [
+        f"{trained.name_of(label)} {evaluation.recall[label]:.0f} % of {evaluation.support[label]}" for label in lowest
+    ]
+    if len(classes) > len(lowest):
+        words.append("...")
+    return ", ".join(words)
+
+
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
     """Return the lines of a table of the candidates."""
-    rows = [["", "probe in folds", "fine-tuned, validation", "pixels", "parameters", "images/s here"]]
+    rows = [["", "probe in folds", "trial in validation", "pixels", "parameters", "predicts images/s"]]
     for name, about in candidates.items():
         trial = f"{about.get('trial', '-')}"
         numbers = [f"{about[key]:,}" for key in ("parameters", "images_per_second")]

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shlex
 from collections import Counter
 from dataclasses import asdict
 from itertools import count
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from datasets import auto_workers, comes_unsplit, source_of
 from datasets.base import Samples
-from datasets.examine.findings import Split
+from datasets.examine.findings import NEAR_OVERLAP, OVERLAP, Split
 from datasets.labels import distinct_names, label_words
 from engine.report.trust import UNWARNED, doubts
 from tools.check_data.command import open_splits
@@ -19,6 +20,7 @@ from tools.check_data.scan import scan_split
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.program import tool
 from vitamp.files import write_atomically
 
 FRACTIONS = (0.7, 0.15, 0.15)
@@ -54,9 +56,17 @@ def divide(config: Config, table: Path) -> list[str]:
     sizes = Counter(row["split"] for row in read_table(table))
     numbers = f"{sizes['train']:,} training, {sizes['val']:,} validation and {sizes['test']:,} test images"
     lines = [f"Data: {source_of(data)}, {config.MODEL.NUM_CLASSES} classes: {numbers} ({origin}): {table}"]
-    found = doubts(asdict(find_problems(splits, config.MODEL.NUM_CLASSES, data)))
-    # Other doubts are about splits that may be made anew.
-    return lines + [f"  {doubt.words()}" for doubt in found if doubt.kind in UNWARNED]
+    findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
+    # Defects and doubts about splits do not count where these are made anew.
+    defects = [
+        f"{kind.heading}: {len(found)}"
+        for kind, found in findings.of_kinds(defects=True).items()
+        if found and (test is not None or kind not in (OVERLAP, NEAR_OVERLAP))
+    ]
+    if defects:
+        command = f"{tool('check_data')} {shlex.quote(f'{data.DATA_PATH}')}"
+        lines.append(f"  defects, which `{command}` lists: {'; '.join(defects)}")
+    return lines + [f"  {doubt.words()}" for doubt in doubts(asdict(findings)) if doubt.kind in UNWARNED]
 
 
 def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, table: Path) -> None:

@@ -50,6 +50,13 @@ class Record:
         self.content["seconds"] = round(self.used, 1)
         write_json(self._file, self.content)
 
+    def say(self, line: str) -> None:
+        """Print a line about the progress of a stage, whose other lines are dropped."""
+        level = log.level
+        log.setLevel(logging.INFO)
+        log.info("%s", line)
+        log.setLevel(level)
+
     def stage(self, name: str, work: Callable[[], list[str]]) -> None:
         """Do a stage and print the lines that it returns; those of a stage that is done are printed again."""
         stages = self.content["stages"]

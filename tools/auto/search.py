@@ -26,7 +26,7 @@ from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.statistics.groups import Groups
 from utils.statistics.paired import interval_and_test
 from utils.text import clock, counted
-from vitamp.checkpoints import CHECKPOINTS, folder_name, read_index, write_index
+from vitamp.checkpoints import CHECKPOINTS, folder_name, read_index
 
 FOR_PROBES = 1 / 4
 FOR_TRIALS = 1 / 3
@@ -156,6 +156,8 @@ class Search:
         trials = dict[str, Trial]()
         for name in content["trials"]:
             folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
+            number = len(trials) + 1
+            self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
             failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
             trial = Trial.of_run(folder)
             if trial is None:
@@ -163,11 +165,13 @@ class Search:
                 lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
                 continue
             trials[name] = trial
-            value = f"{accuracy(trial.is_right, trial.groups)}, epoch {trial.epoch}"
+            value = f"{accuracy(trial.is_right, trial.groups)} after {counted(trial.epoch, 'epoch')}"
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
-            lines.append(f"  no time to fine-tune {', '.join(skipped)}")
+            needed = LEAST_TRIAL / FOR_TRIALS * min(MOST_TRIALS, len(content["equal"]))
+            more_time = f"; -max_time {clock(needed)} has room for more" if needed > self.record.limit else ""
+            lines.append(f"  not fine-tuned, since slower: {', '.join(skipped)}{more_time}")
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=True, validated=True)
@@ -182,11 +186,13 @@ class Search:
         is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
         each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
-        lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {len(first.is_right):,} validation images: {each}")
+        images = f"{len(first.is_right):,} validation images, which choose the winner, so that its value is too high"
+        lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {images}: {each}")
         if differences:
-            lines.append(
-                f"  beside {equal[0]}: {'; '.join(differences)}. {winner} is the fastest not told apart, and wins"
-            )
+            lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
+        if len(equal) > 1:
+            others = ", ".join(name for name in equal if name != winner)
+            lines.append(f"  {winner} is the fastest not told apart, and wins; {others} may be as good or better")
         verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
         if low <= 0 <= high:
             verdict += ", though the difference may be chance"
@@ -240,9 +246,7 @@ class Search:
         `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its updates. `is_validated`:
         whether validation has chosen its best checkpoint.
         """
-        root = folder / CHECKPOINTS
-        index = read_index(root)
-        if is_validated and index["best"] == folder_name(0):
+        if is_validated and read_index(folder / CHECKPOINTS)["best"] == folder_name(0):
             how += ", since no epoch was better in validation"
         elif reports:
             how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
@@ -250,9 +254,8 @@ class Search:
                 how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
         on = "training images alone; validation has chosen the epoch"
         if not is_validated:
-            on = "training and validation images"
-            # The few validation images choose no checkpoint: the last one is what other tools take, too.
-            write_index(root, f"{index['last']}", index["last"])
+            parts = Counter(row["split"] for row in read_table(self.final_table))
+            on = f"training and validation images ({parts['train']:,}; {parts['val']:,} stay out, and decide nothing)"
         self.record.save(run=f"{folder}", how=how)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 

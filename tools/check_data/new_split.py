@@ -4,7 +4,6 @@ import csv
 import io
 import os
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -23,7 +22,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import alike_in_words, copies_unknown
 from utils.seeding import generator_of
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import write_atomically
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}
@@ -74,13 +73,14 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
         *(table, sizes_in_words, joined_by, counted(len(counts), "group"), counted(largest_group, "image")),
     )
     if len(counts) > NEARLY_RANDOM * len(readable):
-        log.warning(
+        log.info(
             "This split is nearly random, since few images are alike. If several images show one thing, name the "
             "groups (DATA.GROUP, docs/splits.md)."
         )
-    unreadable = len(scans) - len(readable)
+    unreadable = sorted(set(range(len(scans))).difference(readable.tolist()))
     if unreadable:
-        log.warning("%s cannot be read, and are not in the table.", counted(unreadable, "image"))
+        without = [names[image] for image in unreadable]
+        log.warning("Not in the table, since they cannot be read: %s.", some_of(without))
     wanted = np.array(fractions) * len(readable)
     for title, size, size_wanted in zip(TITLES.values(), sizes, wanted, strict=True):
         # As for splits that a run makes: a third fewer or half more is worth a warning, a single image is not.
@@ -88,7 +88,7 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
             log.warning("%d %s images, not %.0f, since groups are not divided.", size, title, size_wanted)
     missing = _classes_missing(labels, part_of_image, classes)
     if missing:
-        log.warning("Without images of a class, since groups are not divided: %s.", missing)
+        log.warning("Without images of some classes, which have few of them, or few groups: %s.", missing)
     arguments = ["-dataset", f"csv:{table}", "-data_path", str(root_of(data))]
     log.info("Train with %s; the end of the run names the command that measures on test.", shlex.join(arguments))
 
@@ -150,12 +150,14 @@ def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str
 
 
 def _classes_missing(labels: np.ndarray, part_of_image: np.ndarray, classes: Sequence[str]) -> str:
-    """Name the parts that lack images of a class, with the number of such classes; '' if none does."""
+    """Name the parts that lack images of a class, with these classes; '' if none does."""
     several_labels = labels.ndim == 2
-    lacking = Counter[str]()
+    lacking = list[str]()
     for part, title in enumerate(TITLES.values()):
         chosen = labels[part_of_image == part]
         present = chosen.any(0) if several_labels else np.isin(np.arange(len(classes)), chosen)
         everywhere = labels.any(0) if several_labels else np.isin(np.arange(len(classes)), labels)
-        lacking[title] = int((everywhere & ~present).sum())
-    return ", ".join(f"{title} {counted(number, 'class')}" for title, number in lacking.items() if number)
+        absent = [classes[label] for label in np.flatnonzero(everywhere & ~present).tolist()]
+        if absent:
+            lacking.append(f"{title} ({some_of(absent)})")
+    return ", ".join(lacking)

@@ -20,7 +20,6 @@ from engine.machine.device import Run
 from engine.machine.memory import take_peak
 from engine.setup import tuned_model
 from models.parts import BATCH_NORM, in_eval_mode
-from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import broadcast, on_every_rank
 from utils.log import log, unheard
@@ -28,6 +27,8 @@ from utils.seeding import fork_host_rng, generator_of
 from vitamp.checkpoints import Checkpoint
 from vitamp.pooling import check_pool, pool_of, pooled_features
 
+LAYER_DECAY = 0.75
+"""TRAIN.LAYER_DECAY auto, with a measured rate: it made a ViT-S more accurate, and a model with batch norm less"""
 RATES = np.geomspace(1e-6, 1e-3, 61)
 """The learning rates to choose from, 20 in a factor of ten"""
 TIMES = 2.0
@@ -43,33 +44,45 @@ OBSERVED = 32
 
 
 def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
-    """Return `run` with a number for TRAIN.BASE_LR. A collective call.
+    """Return `run` with numbers for TRAIN.BASE_LR and TRAIN.LAYER_DECAY, if these are `auto`. A collective call.
 
-    config.yaml then keeps the number, so that the training is as reproducible as if the user had given it. A resumed
-    run keeps that of its checkpoint.
+    config.yaml then keeps the numbers, so that the training is as reproducible as if the user had given them. A resumed
+    run keeps those of its checkpoint. Layers have rates of their own only where the rate is measured, too.
     """
-    saved = checkpoint.meta["settings"].get("TRAIN.BASE_LR", AUTO) if checkpoint else AUTO
-    if saved != AUTO:
-        return replace(run, config=run.config.changed(TRAIN={"BASE_LR": saved}))
+    train = run.config.TRAIN
+    saved = checkpoint.meta["settings"] if checkpoint else {}
+    if saved.get("TRAIN.BASE_LR", AUTO) != AUTO:
+        settled = {"BASE_LR": saved["TRAIN.BASE_LR"], "LAYER_DECAY": saved.get("TRAIN.LAYER_DECAY")}
+        asked = {name: value for name, value in settled.items() if getattr(train, name) == AUTO}
+        return replace(run, config=run.config.changed(TRAIN=asked))
+    if train.BASE_LR != AUTO:
+        return replace(run, config=run.config.changed(TRAIN={"LAYER_DECAY": None}))
     # The model is built again for the run, which logs these lines itself, and draws the same random numbers.
     with unheard(), fork_host_rng():
-        rate, why = broadcast(on_every_rank(run.world, lambda: _measure(run)), run.world)
+        rate, decay, why = broadcast(on_every_rank(run.world, lambda: _measure(run)), run.world)
     gc.collect()
     take_peak(run.device)
     log.info("TRAIN.BASE_LR auto: %g, %s.", rate, why)
-    return replace(run, config=run.config.changed(TRAIN={"BASE_LR": rate}))
+    if train.LAYER_DECAY == AUTO and decay is not None:
+        log.info("TRAIN.LAYER_DECAY auto: %g, each layer's rate as a fraction of the next one's.", decay)
+    return replace(run, config=run.config.changed(TRAIN={"BASE_LR": rate, "LAYER_DECAY": decay}))
 
 
-def _measure(run: Run) -> tuple[float, str]:
+def _measure(run: Run) -> tuple[float, float | None, str]:
     """Return TIMES the largest of RATES whose update changes features no more than images differ, and why, in words.
 
-    Models with batch norm, and those of which only the classifier is trained, have a rate of their own.
+    Between them is TRAIN.LAYER_DECAY, which is counted in. Models with batch norm, and those of which only the
+    classifier is trained, have a rate of their own.
     """
     config = run.config.changed(AMP={"ENABLED": False})
     tuned = tuned_model(config, run.device)
     model = tuned.model
-    if any(isinstance(module, BATCH_NORM) for module in model.modules()):
-        return WITH_BATCH_NORM, "for models with batch norm"
+    has_batch_norm = any(isinstance(module, BATCH_NORM) for module in model.modules())
+    decay = config.TRAIN.LAYER_DECAY
+    if decay == AUTO:
+        decay = None if has_batch_norm or config.MODEL.LORA.RANK is not None else LAYER_DECAY
+    if has_batch_norm:
+        return WITH_BATCH_NORM, decay, "for models with batch norm"
     pool = pool_of(model)
     check_pool(model, pool, "TRAIN.BASE_LR auto")
     pixels = tuned.inputs(_images(run))
@@ -82,9 +95,9 @@ def _measure(run: Run) -> tuple[float, str]:
             before = pooled_features(model, observed, pool)
         mean = before.mean(0)
         spread = torch.linalg.vector_norm(before - mean)
-        steps = _first_update(model, config, of_update, pool, mean)
+        steps = _first_update(model, decay, of_update, pool, mean)
         if not steps:
-            return OF_CLASSIFIER, "since only the classifier is trained"
+            return OF_CLASSIFIER, decay, "since only the classifier is trained"
 
         @torch.no_grad()
         def change(rate: float) -> float:
@@ -99,12 +112,13 @@ def _measure(run: Run) -> tuple[float, str]:
         place = bisect_left(RATES, 1.0, key=change)
     rate = float(f"{TIMES * RATES[max(place - 1, 0)]:.2g}")
     if place == len(RATES):
-        return rate, "the most that it chooses"
-    return rate, "twice the rate whose first update changes the features of training images as much as these differ"
+        return rate, decay, "the most that it chooses"
+    why = "twice the rate whose first update changes the features of training images as much as these differ"
+    return rate, decay, why
 
 
 def _first_update(
-    model: nn.Module, config: Config, pixels: Tensor, pool: str, mean: Tensor
+    model: nn.Module, decay: float | None, pixels: Tensor, pool: str, mean: Tensor
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the weights that train, and how far each moves in the first update at a learning rate of 1.
 
@@ -117,10 +131,10 @@ def _first_update(
     similarities = features @ features.detach().T / features.shape[1] ** 0.5
     cross_entropy(similarities, torch.arange(len(pixels), device=pixels.device)).backward()
     scales: dict[str, float] = {}
-    if config.TRAIN.LAYER_DECAY is not None:
+    if decay is not None:
         from engine.optim.timms import rate_scales
 
-        scales = rate_scales(model, config.TRAIN.LAYER_DECAY)
+        scales = rate_scales(model, decay)
     steps = []
     for name, weight in model.named_parameters():
         if weight.grad is not None:

@@ -161,7 +161,7 @@ def dry_run(given: Run) -> int:
 
 
 def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
-    """Find the checkpoint to resume from, and settle learning rate, batch size and number of epochs if they are `auto`.
+    """Find the checkpoint to resume from, and settle what is `auto`: learning rates, batch size, number of epochs.
 
     Returns `run` with these settings, and the checkpoint; None for a new run. A collective call.
     """
@@ -174,7 +174,7 @@ def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
         signals.saved = checkpoint is not None
     else:
         signals.saved = None  # only rank 0 saves, and says so when a signal ends it
-    if run.config.TRAIN.BASE_LR == AUTO:
+    if AUTO in (run.config.TRAIN.BASE_LR, run.config.TRAIN.LAYER_DECAY):
         from engine.measured_rate import settle_rate
 
         run = settle_rate(run, checkpoint)

@@ -265,6 +265,7 @@ def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: 
     frozen = vitamp(*words, tmp_path / "frozen", code=0).text
     assert warning not in frozen
     assert "TRAIN.BASE_LR auto: 0.0003, for models with batch norm" in frozen
+    assert "LAYER_DECAY: null" in (tmp_path / "frozen" / "config.yaml").read_text()
     assert warning in vitamp(*words, tmp_path / "trained", "MODEL.FREEZE=null", code=0).text
 
 
@@ -276,19 +277,25 @@ def test_the_rate_of_finetune_is_measured(vitamp: Vitamp, place: Path, tmp_path:
     words = ["-cfg", ROOT / "configs" / "finetune.yaml", "-data_path", place / "flowers", "DATA.IMAGE_SIZE=32"]
     words += ["-epochs", 1, "-batch_size", 90, *SMALL, "DATA.NUM_WORKERS=0", "DATA.CHECK=off", "-output"]
 
+    decay_of_run: dict[str, float | None] = {}
+
     def rate(name: str, *more: object) -> float:
         said = vitamp(*words, tmp_path / name, *more, code=0).text
-        found = yaml.safe_load((tmp_path / name / "config.yaml").read_text())["TRAIN"]["BASE_LR"]
+        train = yaml.safe_load((tmp_path / name / "config.yaml").read_text())["TRAIN"]
+        decay_of_run[name] = train["LAYER_DECAY"]
         if "-lr" not in more:
-            assert f"TRAIN.BASE_LR auto: {found:g}, " in said
-        return found
+            assert f"TRAIN.BASE_LR auto: {train['BASE_LR']:g}, " in said
+        return train["BASE_LR"]
 
     plain = rate("plain", "-pretrained", place / "weights")
     assert 1e-4 < plain < 1e-2
-    assert rate("given", "-pretrained", place / "weights", "-lr", plain) == plain
+    assert rate("given", "-pretrained", place / "weights", "-lr", plain, "TRAIN.LAYER_DECAY=0.75") == plain
     assert metrics(tmp_path / "given", "train") == metrics(tmp_path / "plain", "train")
     assert rate("small", "-pretrained", small_weights) < plain / 3
-    assert rate("layers", "-pretrained", place / "weights", "TRAIN.LAYER_DECAY=0.5") > plain
+    assert rate("layers", "-pretrained", place / "weights", "TRAIN.LAYER_DECAY=null") < plain
+    rate("without", "-pretrained", place / "weights", "-lr", plain)
+    decays = {"plain": 0.75, "given": 0.75, "small": 0.75, "layers": None, "without": None}
+    assert decay_of_run == decays, "layers have rates of their own only if the rate is measured"
     assert rate("head", "-pretrained", place / "weights", "MODEL.FREEZE=backbone") == 1e-4
     sgd = vitamp(*words, tmp_path / "sgd", "-pretrained", place / "weights", "TRAIN.OPTIMIZER.NAME=SGD", code=2)
     assert "TRAIN.BASE_LR auto is for AdamW and Adam; give a number for sgd" in sgd.text

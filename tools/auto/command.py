@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     is_cpu = pick_device(device, ALONE).type == "cpu"
     candidates, missing = find_candidates(line.asked.weights, ON_CPU if is_cpu else ON_GPU)
     config = next(iter(candidates.values())).load(line)
-    out = results_folder(line.asked.output).absolute()
+    out = results_folder(line.asked.output).resolve()
     given = {key: f"{value}" for key, (value, _) in line.run.flags.items()} | line.run.words
     given.pop("MAX_TIME")
     asked = {"data": f"{Path(line.asked.data).absolute()}", "weights": line.asked.weights, "settings": given}

@@ -75,7 +75,7 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         run = Run(config, ALONE, device, threads)
-        if config.TRAIN.BASE_LR == AUTO:
+        if AUTO in (config.TRAIN.BASE_LR, config.TRAIN.LAYER_DECAY):
             run = settle_rate(run, None)
         # A dry run, which needs no pass over the data before its updates, such as one for features.
         ready = build_for_training(run, None, dry=True)

@@ -188,6 +188,9 @@ _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
 SizeOrAuto = Annotated[_Size, _or_auto, _either(_WHOLE, _SIDES, {"type": "string", **_AUTO})]
 RateOrAuto = Annotated[NonNegative, _or_auto, _either({**_NUMBER, "minimum": 0}, _AUTO)]
+FractionOrAuto = Annotated[
+    FractionAboveZero, _or_auto, _either({**_NUMBER, "exclusiveMinimum": 0, "maximum": 1}, _AUTO)
+]
 CountOrAuto = Annotated[Count, _or_auto, _either({**_WHOLE, "minimum": 0}, _AUTO)]
 NumbersOrAuto = Annotated[Numbers, _or_auto, _list_of(minimum=-1e6, maximum=1e6)]
 NumbersAboveZeroOrAuto = Annotated[NumbersAboveZero, _or_auto, _list_of(exclusiveMinimum=0)]

@@ -14,8 +14,8 @@ from utils.config.kinds import (
     Count,
     CountOrAuto,
     Fraction,
-    FractionAboveZero,
     FractionBelowOne,
+    FractionOrAuto,
     Fractions,
     Integers,
     Names,
@@ -161,7 +161,11 @@ class TrainConfig(Section):
     )
     END_LR: NonNegative = setting(0.0, "Learning rate at the end.", _NOT_STEPS)
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(None, "Multiply these rates by global batch / N (true: 512).")
-    LAYER_DECAY: FractionAboveZero | None = setting(None, "A layer's learning rate as a fraction of the next one's.")
+    LAYER_DECAY: FractionOrAuto | None = setting(
+        None,
+        "A layer's learning rate as a fraction of the next one's. auto: with BASE_LR auto 0.75, unless there is batch "
+        "norm or LORA.",
+    )
     WEIGHT_DECAY: NonNegative = setting(0.3, "Weight decay: decoupled in AdamW and Lion, not in SGD and Adam.")
     WEIGHT_DECAY_ALL: bool = setting(False, "Also decay biases, norms, position and class embeddings.")
     GRAD_CLIP: AboveZero | None = setting(None, "Largest norm of the unscaled gradient; null: no clipping.")

@@ -47,7 +47,7 @@ LABELS = Kind("label_out_of_range", "labels out of range", defect=True)
 EMPTY_CLASSES = Kind("empty_classes", "classes without training images", defect=True)
 DUPLICATES = Kind("duplicate", "duplicates within a split", defect=True)
 OVERLAP = Kind("in_both_parts", "in two splits (training images in another, or validation images in test)", defect=True)
-CONFLICTS = Kind("conflicting_labels", "the same bytes with different labels", defect=True)
+CONFLICTS = Kind("conflicting_labels", "the same image with different labels", defect=True)
 NEAR_OVERLAP = Kind("nearly_in_both_parts", "nearly the same in two splits (encoded again, resized)", defect=True)
 NEAR_CONFLICTS = Kind(
     "nearly_the_same_with_conflicting_labels",

@@ -133,7 +133,7 @@ def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, train
     said = auto(data=data)
     assert trainings.started == []
     assert "the data's own test split" in said.out
-    assert f"check_data.py {data}` lists: the same bytes with different labels: 2" in said.out
+    assert f"check_data.py {data}` lists: the same image with different labels: 2" in said.out
     assert "of 12 test images, which decided nothing" in said.out
 
 

@@ -993,7 +993,7 @@ def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree:
     head, advice, table, *kinds = done.out.split("\n\n")
     assert head.splitlines()[2:] == [
         "DEFECT: duplicates within a split: 3",
-        "DEFECT: the same bytes with different labels: 8",
+        "DEFECT: the same image with different labels: 8",
     ]
     assert "3 training images: duplicates" in advice
     assert "count twice" not in advice, "none is in validation"

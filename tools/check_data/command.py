@@ -3,12 +3,12 @@
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -fix exclude.txt
 
-Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes)
-in training, images that are in two splits, or nearly so (encoded again, resized), and duplicates with different labels,
-also near ones. The test split is checked too, if there is one. Notes: other duplicates within a split, also near ones,
-images of one colour, tiny classes, classes without validation images, images in another format or much larger than
-nearly all, images that must be converted or turned, and images smaller than IMAGE_SIZE.
-Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
+Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes or
+pixels) in training, images that are in two splits, or nearly so (encoded again, resized), and duplicates with different
+labels, also near ones. The test split is checked too, if there is one. Notes: other duplicates within a split, also
+near ones, images of one colour, tiny classes, classes without validation images, images in another format or much
+larger than nearly all, images that must be converted or turned, and images smaller than IMAGE_SIZE. Exit codes: 0 no
+defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes. The processes of
 torchrun, srun or mpirun share the work.

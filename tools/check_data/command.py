@@ -7,8 +7,9 @@ Defects: unreadable and damaged images, labels out of range, classes without tra
 pixels) in training, images that are in two splits, or nearly so (encoded again, resized), and duplicates with different
 labels, also near ones. The test split is checked too, if there is one. Notes: other duplicates within a split, also
 near ones, images of one colour, tiny classes, classes without validation images, images in another format or much
-larger than nearly all, images that must be converted or turned, and images smaller than IMAGE_SIZE. Exit codes: 0 no
-defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
+larger than nearly all, images that must be converted or turned, and images smaller than IMAGE_SIZE.
+
+Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes. The processes of
 torchrun, srun or mpirun share the work.

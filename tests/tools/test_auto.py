@@ -19,6 +19,7 @@ import vitamp
 from tests.program import Result, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
+from tools.auto import data as tables
 from tools.compare.runs import Run, train_run
 
 Call = Callable[..., Result]
@@ -191,6 +192,26 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
     assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out
+
+
+def test_a_probe_of_many_images_has_some_of_each_class_in_whole_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MOST_PROBED", 30)
+    lines = ["path,target,group,split"]
+    lines += [f"{number}.png,common,{number // 4},train" for number in range(200)]
+    lines += ["rare.png,rare,rare,train", "v.png,rare,v,val", "t.png,common,t,test"]
+    table = tmp_path / "split.csv"
+    table.write_text("\n".join(lines) + "\n")
+    images = tables.write_probed(table, tmp_path / "probe.csv")
+    assert 30 <= images < 34
+    rows = tables.read_table(tmp_path / "probe.csv")
+    training = [row for row in rows if row["split"] == "train"]
+    assert len(training) == images
+    assert "rare.png" in {row["path"] for row in training}
+    assert [row["path"] for row in rows if row["split"] != "train"] == ["v.png", "t.png"]
+    whole = [row for row in tables.read_table(table) if row["group"] in {row["group"] for row in training}]
+    assert training == whole
 
 
 def test_bad_weights_are_refused_before_images_are_read(

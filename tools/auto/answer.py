@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
+from tools.auto.data import write_probed
 from tools.auto.search import Search
 from tools.common.evaluation import OneLabel, SeveralLabels, evaluation_of, measured, with_bar
 from tools.common.tables import in_columns
@@ -30,14 +31,15 @@ def answer(search: Search) -> list[str]:
     evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
     result, doubts = doubts_of(trained, test, evaluation)
     winner = content["winner"]
-    probed, _ = build(search.candidates[winner].load(search.line, search.final_table))
+    write_probed(search.final_table, search.probe_table)
+    probed, _ = build(search.candidates[winner].load(search.line, search.probe_table))
     probe_on_test, more_images = probe(probed).on_test()
 
     top1 = measured(result.value, result.interval)
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval for images like these)",
-        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights and images "
+        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights "
         f"{probe_on_test}",
     ]
     lines.append(f"  recall, least first: {_recall(trained, evaluation)}")

@@ -21,10 +21,13 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import tool
+from utils.seeding import generator_of
 from vitamp.files import write_atomically
 
 FRACTIONS = (0.7, 0.15, 0.15)
 """Fractions of the images for training, validation and test, where the data has no test split"""
+MOST_PROBED = 5000
+"""Training images beyond which a probe has a random part of them"""
 MOST_KEPT = 10
 """Most groups of images that the final run validates on, which decide nothing"""
 
@@ -107,8 +110,34 @@ def write_final(table: Path, final: Path) -> None:
     for row in rows:
         if row["split"] == "val" and row["group"] not in kept.values():
             row["split"] = "train"
+    _write_rows(final, rows)
+
+
+def write_probed(table: Path, probed: Path) -> int:
+    """Write the table of a probe, which has at most about MOST_PROBED training images, and return their number.
+
+    They are a random part of the training images, in whole groups, with one group of each class at least. The other
+    splits stay as they are.
+    """
+    rows = read_table(table)
+    training = [row for row in rows if row["split"] == "train"]
+    size_of_group = Counter(row["group"] for row in training)
+    groups = list(size_of_group)
+    order = generator_of(0, "probed").permutation(len(groups)).tolist()
+    group_of_class = {row["target"]: row["group"] for row in training}
+    chosen = set[str]()
+    images = 0
+    for group in dict.fromkeys([*group_of_class.values(), *(groups[place] for place in order)]):
+        if images < MOST_PROBED:
+            chosen.add(group)
+            images += size_of_group[group]
+    _write_rows(probed, [row for row in rows if row["split"] != "train" or row["group"] in chosen])
+    return images
+
+
+def _write_rows(table: Path, rows: list[dict[str, str]]) -> None:
     lines = io.StringIO()
     writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(final, lines.getvalue())
+    write_atomically(table, lines.getvalue())

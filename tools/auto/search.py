@@ -14,7 +14,7 @@ import numpy as np
 from engine.evaluation.linear import FOLDS
 from models.parts import count_parameters
 from tools.auto.candidates import Candidate, accuracy, build, probe, separate
-from tools.auto.data import read_table, write_final
+from tools.auto.data import read_table, write_final, write_probed
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
@@ -82,6 +82,8 @@ class Search:
     def __post_init__(self) -> None:
         self.table = self.record.folder / "split.csv"
         """The table that names the split of each image"""
+        self.probe_table = self.record.folder / "probe.csv"
+        """The table of the probes, which may have fewer training images"""
         self.final_table = self.record.folder / "final.csv"
         """The same, with most validation images among the training images"""
 
@@ -90,7 +92,8 @@ class Search:
 
         Raises UserError if there is no time for the first one.
         """
-        images = sum(row["split"] == "train" for row in read_table(self.table))
+        images = write_probed(self.table, self.probe_table)
+        all_images = sum(row["split"] == "train" for row in read_table(self.table))
         began = time.monotonic()
         hits = dict[str, np.ndarray]()  # candidate -> whether each training image is recognised in folds
         groups = list[str]()
@@ -98,7 +101,7 @@ class Search:
         no_time = list[str]()
         overhead = 0.0  # seconds of a probe beyond those of the model: decoding and the fit
         for name, candidate in self.candidates.items():
-            trained, speed = build(candidate.load(self.line, self.table))
+            trained, speed = build(candidate.load(self.line, self.probe_table))
             started = time.monotonic()
             needed = images / speed + overhead
             if not hits:
@@ -118,11 +121,12 @@ class Search:
                 "images_per_second": round(speed, 1),
             }
         equal, differences = separate(hits, groups)
+        words = f"{images:,} training images"
+        if images < all_images:
+            words = f"{images:,} of {all_images:,} training images, drawn at random"
         self.record.save(candidates=about, equal=equal, overhead=overhead)
 
-        lines = [
-            f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {images:,} training images"
-        ]
+        lines = [f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {words}"]
         if differences:
             lines.append(f"  beside it: {'; '.join(differences)}")
         not_tried = [f"no time for {name}" for name in no_time]

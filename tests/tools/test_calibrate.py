@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp
-from tools.common.evaluation import Chance, calibration
+from tools.common.calibration_error import Chance, calibration
 from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
 from tools.evaluate.calibrate import fit_temperature, random_halves

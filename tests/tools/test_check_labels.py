@@ -24,7 +24,8 @@ from engine.trained.model import Trained
 from tests.label_sets import named, write_recipe, write_set
 from tests.program import Result, metrics
 from tests.tools.browser import View, views_of
-from tools.check_labels import command, prove, search
+from tools.check_labels import command, methods, prove, search
+from tools.check_labels.searched_images import Images, Suspect, open_images
 from tools.check_labels.wrong_labels import Verdict, find_wrong, nearest
 from tools.common.per_image import per_image, values_of_images
 from tools.common.report_page.page import write_report
@@ -185,7 +186,7 @@ def test_images_that_show_one_thing_with_several_labels_are_counted() -> None:
         samples: Any = SimpleNamespace(groups=groups)
         none: Any = None
         numbers = np.arange(8)
-        images = search.Images(none, none, samples, [*"abc"], labels, numbers, numbers, numbers)
+        images = Images(none, none, samples, [*"abc"], labels, numbers, numbers, numbers)
         return images.images_of_same_thing(0, likeness, 0.8)[1]
 
     assert counted([]) == counted([*"abcdefgh"]) == ""
@@ -459,8 +460,8 @@ def test_all_searches_share_one_budget(tiny: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runs, "train_run", lambda *_, **__: "it died")
     write_folders(tmp_path / "data", images=30)
     line = command.TOOL.read([str(word) for word in ("-cfg", tiny, *of_folders(tmp_path / "data"), "-budget_min", 60)])
-    images = search.open_images(line.load({"MODEL.NUM_CLASSES": ("auto", "test")}).config, "all")
-    method = search.ByTraining(line, 2, tmp_path / "folds")
+    images = open_images(line.load({"MODEL.NUM_CLASSES": ("auto", "test")}).config, "all")
+    method = methods.ByTraining(line, 2, tmp_path / "folds")
     for seed in (0, 1):
         with pytest.raises(TrainingError, match="it died"):
             method.logits(images, seed)
@@ -555,7 +556,7 @@ def test_proof_compares_four_trainings_per_seed(
 
 def test_random_images_are_others() -> None:
     images: Any = SimpleNamespace(label_words=str, labels=np.array([0, 1, 0, 1, 0, 1, 1]))
-    suspects = [search.Suspect(image, "", "", 1, 0, 0) for image in (0, 2, 3)]
+    suspects = [Suspect(image, "", "", 1, 0, 0) for image in (0, 2, 3)]
     assert [one.image for one in prove.random_like(images, suspects, 0) if one.given == "0"] == [4], "it has no second"
     images.labels = np.eye(7, dtype=np.uint8)  # several labels, each image with others
     assert {one.image for one in prove.random_like(images, suspects, 0)} < {1, 4, 5, 6}
@@ -572,7 +573,7 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
 
 def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
     last, page = metrics(digits_run, "val")[-1], digits_run / "report.html"
-    for which in (search.PLAIN, search.AVERAGE):
+    for which in (methods.PLAIN, methods.AVERAGE):
         of_images = per_image(digits_run, TOP1, which)
         assert of_images is not None
         assert of_images.values.mean() == pytest.approx(last[f"{which.prefix}acc1"])

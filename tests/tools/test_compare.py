@@ -23,7 +23,8 @@ from tests.waiting import until
 from tools.common import sessions
 from tools.compare import command, runs
 from tools.compare.command import main
-from tools.compare.runs import Run, read_modes
+from tools.compare.plan import read_modes
+from tools.compare.runs import Run
 from utils.config import Config, load_config
 from utils.statistics.proportions import wilson
 

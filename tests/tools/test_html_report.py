@@ -20,9 +20,9 @@ from PIL import Image
 from engine.report import trust
 from tests.program import Result, Vitamp, save_image, train_tiny
 from tests.tools.browser import View, views_of
+from tools.common.calibration_error import Bin
 from tools.common.comparison import Judged, by_name
 from tools.common.contenders import Contenders
-from tools.common.evaluation import Bin
 from tools.common.report_page import evaluations
 from tools.common.report_page.charts import Chart, Curve, Reliability, Style, charts, styles_of
 from tools.common.report_page.page import write_report

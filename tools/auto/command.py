@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     from tools.auto.data import divide
     from tools.auto.record import Record
     from tools.auto.search import Search
-    from tools.compare.runs import check_given, terminating
+    from tools.compare.plan import check_given
+    from tools.compare.runs import terminating
     from utils.distributed.world import ALONE
 
     check_given(line, REFUSED)

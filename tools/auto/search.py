@@ -18,7 +18,8 @@ from tools.auto.data import read_table, write_final, write_probed
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
-from tools.compare.runs import Contender, Run, Value, train_run
+from tools.compare.plan import Contender, Value
+from tools.compare.runs import Run, train_run
 from utils.config import config_of_run
 from utils.errors import TrainingError, UserError
 from utils.record.history import History

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     out = results_folder(asked.output)
     _check(line, out)
 
-    from tools.check_labels.search import OutOfTimeError  # imports torch; a wrong command fails at once
+    from tools.check_labels.methods import OutOfTimeError  # imports torch; a wrong command fails at once
 
     # A recipe counts its classes in the data; a run or checkpoint has its own number.
     settings = {}  # each as its value and who gives it
@@ -92,16 +92,11 @@ def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int
     `by_features`: whether a classifier of features is fitted, rather than the recipe trained on folds.
     """
     from datasets import comes_unsplit
+    from tools.check_labels.methods import ByFeatures, ByTraining
     from tools.check_labels.page import write_results
     from tools.check_labels.prove import prove
-    from tools.check_labels.search import (
-        ByFeatures,
-        ByTraining,
-        config_to_search,
-        find_suspects,
-        judge_validation,
-        open_images,
-    )
+    from tools.check_labels.search import find_suspects, judge_validation
+    from tools.check_labels.searched_images import config_to_search, open_images
 
     asked = line.asked
     if by_features:

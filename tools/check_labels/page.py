@@ -12,7 +12,8 @@ from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.evaluation.alike import directions
 from engine.trained.model import picture_of
-from tools.check_labels.search import Images, SearchResult, Suspect, table_of_suspects
+from tools.check_labels.search import SearchResult, table_of_suspects
+from tools.check_labels.searched_images import Images, Suspect
 from tools.check_labels.wrong_labels import WRONG
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured

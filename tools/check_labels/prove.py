@@ -12,23 +12,17 @@ from typing import Any
 import numpy as np
 
 from engine.machine.device import describe_device, pick_device
-from tools.check_labels.search import (
-    Images,
-    Method,
-    Suspect,
-    find_suspects,
-    judge_labels,
-    load_with,
-    open_images,
-    table_of_suspects,
-)
+from tools.check_labels.methods import Method, load_with
+from tools.check_labels.search import find_suspects, judge_labels, table_of_suspects
+from tools.check_labels.searched_images import Images, Suspect, open_images
 from tools.check_labels.wrong_labels import WRONG
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
 from tools.common.per_image import per_image, values_of_images
 from tools.common.turns import alternating_order
 from tools.compare.command import report, write
-from tools.compare.runs import Plan, Run, check_runs, read_seeds, train_all
+from tools.compare.plan import read_seeds
+from tools.compare.runs import Plan, Run, check_runs, train_all
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_FAILED

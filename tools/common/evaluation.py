@@ -6,7 +6,6 @@ With one label per image, only a few numbers per image are kept: memory does not
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,24 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets import ImageDataset, check_dataset, open_dataset
+from datasets import ImageDataset
 from datasets.examine.trust import Doubt
-from datasets.labels import ANY_LABEL
-from engine.evaluation.data import data_for_evaluation, title_of
 from engine.report.outcome import strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
+from tools.common.calibration_error import Bin, Chance, calibration
 from tools.common.command_line import MEMORISED
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
-from utils.cli import CommandLine
-from utils.errors import UserError, nearest
-from utils.log import log
 from utils.record.history import plain
 from utils.record.run_folder import FOLDS
 from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
-from utils.statistics.groups import design_effect, effective_images, variance_inflation
+from utils.statistics.groups import effective_images, variance_inflation
 from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
@@ -46,10 +41,6 @@ WORST_SHOWN = 10
 """Number of classes listed if there are more"""
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
-BINS = 15
-"""Number of bins of the calibration error"""
-DRAWS = 200
-"""Number of times that labels are drawn, for the calibration error that chance alone gives"""
 INTERVALS = (
     "In brackets: 95 % interval of the metric for other images like these. If several images show one thing, it is too "
     "narrow for new things, unless DATA.GROUP names them."
@@ -151,71 +142,6 @@ class Evaluation:
         """Return precision, recall and F1 of a class as cells of a table, by heading."""
         columns = {"precision": self.precision, "recall": self.recall, "F1": self.f1}
         return {name: f"{of_class[label]:.1f} %" for name, of_class in columns.items()}
-
-
-class Bin(NamedTuple):
-    """Images of similar confidence. Confidence and accuracy are percent."""
-
-    images: int
-    confidence: float
-    accuracy: float
-
-
-class Chance(NamedTuple):
-    """Calibration error (ECE) in percent that perfectly calibrated models have on as many images by chance.
-
-    Their labels are drawn by their probabilities. Images of a group (DATA.GROUP) are right and wrong together as often
-    as those of the model are, so there are fewer independent ones, and chance gives more.
-    """
-
-    images: int
-    mean: float
-    percentile_95: float
-
-    @classmethod
-    def of(cls, confidence: Tensor, right: Tensor, groups: Sequence[str] = ()) -> Chance:
-        """Simulate models that are as confident on each image.
-
-        `confidence`: 0 to 1, one per image. `right`: whether the model is right there. `groups`: those of the images.
-        """
-        images = len(confidence)
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn() -> Tensor:
-            return torch.rand(images, generator=generator)
-
-        # Images of a group share one draw if both are chosen to share. The fraction of pairs that do is set so that
-        # the design effect of the simulated errors is that of the model's.
-        group_of_image = torch.arange(images)
-        shared_pairs = 0.0
-        if len(set(groups)) not in (0, images):
-            group_of_image = torch.from_numpy(np.unique(groups, return_inverse=True)[1])
-
-            def design_effect_of(is_right: Tensor) -> float:
-                return design_effect((is_right.double() - confidence.nan_to_num()).numpy(), groups)[0]
-
-            if_all_share = [design_effect_of(drawn()[group_of_image] < confidence) for _ in range(DRAWS)]
-            shared_pairs = min(1.0, (design_effect_of(right) - 1) / (sum(if_all_share) / DRAWS - 1))
-
-        errors = list[float]()
-        for _ in range(DRAWS):
-            draw = drawn()
-            if shared_pairs > 0:
-                shares = drawn() < math.sqrt(shared_pairs)
-                draw = drawn()[group_of_image].where(shares, draw)
-            errors.append(calibration(confidence, draw < confidence)[0])
-        by_chance = torch.tensor(errors, dtype=torch.float64)
-        return cls(images, float(by_chance.mean()), float(by_chance.quantile(0.95)))
-
-    def words(self, ece: float) -> str:
-        """Say whether the calibration error `ece` is beyond chance; '' if it is NaN."""
-        if not math.isfinite(ece):
-            return ""
-        verdict = "is more than chance explains" if ece > self.percentile_95 else "may be chance"
-        return (
-            f"The calibration error {verdict}: a perfectly calibrated model that is as sure has {self.mean:.2f} % on "
-            f"average on {self.images:,} images, and up to {self.percentile_95:.2f} % in 95 of 100 cases."
-        )
 
 
 class Rows(NamedTuple):
@@ -627,113 +553,3 @@ def measured(percent: float, interval: Interval | None = None) -> str:
     """Format a percentage and its interval: '98.33 % (96.41 to 99.24)'; '-' for NaN."""
     brackets = f" ({interval.words().removesuffix(' %')})" if interval else ""
     return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
-
-
-def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
-    """Compute the expected calibration error (ECE) in percent, and its bins of equal width.
-
-    `confidence`: 0 to 1, one per image. `right`: whether the guess is right. The error is the mean over the images of
-    the distance between accuracy and mean confidence in their bin.
-    """
-    # Rounding up puts a confidence on the edge of two bins into the lower one.
-    bin_of_image = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-
-    def sum_by_bin(values: Tensor) -> Tensor:
-        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_of_image, values)
-
-    images = sum_by_bin(torch.ones_like(confidence))
-    confidences = sum_by_bin(confidence)
-    hits = sum_by_bin(right.double())
-    # Sums instead of means weight each bin by its number of images.
-    ece = 100 * float((confidences - hits).abs().sum() / len(confidence))
-    at_least_one = images.clamp(min=1)
-    means = zip(images, 100 * confidences / at_least_one, 100 * hits / at_least_one, strict=True)
-    return ece, [Bin(int(count), float(mean), float(accuracy)) for count, mean, accuracy in means]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A split of a data set to evaluate, and how its labels correspond to the model's."""
-
-    dataset: ImageDataset
-    title: str
-    model_labels: Tensor | None
-    """Model label of each data-set label; None if they are equal."""
-    classes: int
-    """Number of the model's classes"""
-
-    def labels(self, labels: Tensor) -> Tensor:
-        """Convert labels of the data set to labels of the model, whose classes may be others or in another order.
-
-        `labels`: one per image; or rows of zeros and ones (images x classes), if images have several labels.
-        """
-        if self.model_labels is None:  # the classes are the same
-            return labels
-        model_labels = self.model_labels.to(labels.device)  # data-set label -> model label
-        if labels.ndim == 1:
-            return model_labels[labels]
-        # The rows of the data set may be longer than its classes: as long as the model's output.
-        labels_of_dataset = labels[:, : len(model_labels)]
-        rows = labels.new_zeros(len(labels), self.classes)
-        rows[:, model_labels] = labels_of_dataset
-        return rows
-
-
-def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
-    """Open the split to evaluate, without augmentation, and return it with notes on how it was chosen.
-
-    `given`: flags and settings of the command line.
-    """
-    config = trained.config
-    device = trained.precision.device
-    classes = int(config.MODEL.NUM_CLASSES)
-    data, notes = data_for_evaluation(config, trained.chosen, given.keys)
-    try:
-        check_dataset(data, classes, train=False)
-        dataset = open_dataset(data, False, classes, config.SEED, device)
-    except UserError as error:
-        # The data may have classes that the model does not have. Then `_model_labels` below raises a better error, with
-        # the names of these classes, if both have names. So try to open the data with any labels; if that does not
-        # help, the first error stays.
-        try:
-            dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
-        except UserError:
-            raise error from None
-        if dataset.classes is None or trained.chosen.classes is None:
-            raise error from None
-    title = title_of(data)
-    if not len(dataset):
-        raise UserError(f"{title}: the split has no images.")
-    return Part(dataset, title, _model_labels(trained, dataset, title), classes), notes
-
-
-def _model_labels(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
-    """Return the model's label for each label of the data set, by matching the names of classes.
-
-    Returns None, so that labels stay as they are, if model or data set has no names or if the names are equal.
-    Raises UserError for classes that the model does not have, or several of whose classes have one name.
-    `title`: of the split, for errors.
-    """
-    data_classes = dataset.classes
-    model_classes = trained.chosen.classes
-    if data_classes is None or model_classes is None or data_classes == model_classes:
-        return None
-    label_of = {name: label for label, name in enumerate(model_classes)}
-    unknown = [name for name in data_classes if name not in label_of]
-    if unknown:
-        hint = nearest(unknown[0], model_classes)
-        raise UserError(
-            f"{title}: {len(unknown)} of its {len(data_classes)} classes are unknown to the model: "
-            f"{some_of(unknown, 10)}.{hint} The model was trained on {some_of(model_classes, 10)}."
-        )
-    repeated = [name for name, count in Counter(model_classes).items() if count > 1 and name in data_classes]
-    if repeated:
-        raise UserError(
-            f"{title}: classes are matched by name, but the model has several classes named {some_of(repeated, 10)}. "
-            "Use a data set with the classes of the training data, in the same order."
-        )
-    # With one label per image, `OneLabel.remarks` reports predictions of such classes.
-    absent = [name for name in model_classes if name not in data_classes]
-    if absent and trained.config.DATA.MULTI_LABEL:
-        log.warning("%s has no class %s: predictions of it count as mistakes.", title, some_of(absent, 10))
-    return torch.tensor([label_of[name] for name in data_classes])

@@ -110,7 +110,8 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     out = results_folder(line.asked.output)
 
-    from tools.compare.runs import make_plan, train_all
+    from tools.compare.plan import make_plan
+    from tools.compare.runs import train_all
 
     plan = make_plan(line, out)
     log_lines(plan.remarks)

@@ -14,8 +14,10 @@ from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained
 from tools.common import command_line
-from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, joined, open_part, with_bar
+from tools.common.calibration_error import BINS
+from tools.common.evaluation import Evaluation, OneLabel, joined, with_bar
 from tools.common.tables import in_columns
+from tools.evaluate.part import Part, open_part
 from utils.cli import CommandLine
 from utils.config import Config
 from utils.errors import UserError

@@ -258,9 +258,10 @@ def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
 def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Evaluate the classifier, log its metrics and what may be wrong with them, and return them for the JSON file."""
     from engine.evaluation.data import warn_of_images
-    from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
+    from tools.common.evaluation import evaluation_of, table_of, with_bar
     from tools.common.trust import doubts_of
     from tools.evaluate.calibrate import about_calibration
+    from tools.evaluate.part import open_part
 
     # Log which models and images are evaluated.
     chosen = trained.chosen

@@ -12,7 +12,8 @@ from datasets.exclude import Remaining, line_of, report_excluded
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image
-from tools.check_labels.search import Suspect, open_images, table_of_suspects
+from tools.check_labels.search import table_of_suspects
+from tools.check_labels.searched_images import Suspect, open_images
 from utils.config import Config
 from utils.errors import UserError
 

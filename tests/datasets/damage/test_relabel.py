@@ -15,7 +15,7 @@ from datasets.base import Samples, name_prefix
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image
-from tools.check_labels.search import open_images
+from tools.check_labels.searched_images import open_images
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError

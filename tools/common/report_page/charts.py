@@ -18,7 +18,7 @@ from utils.record.history import Points
 from vitamp.metrics import SETS, Metric
 
 if TYPE_CHECKING:
-    from tools.common.evaluation import Bin
+    from tools.common.calibration_error import Bin
 
 HUES = 8
 """Number of colours in style.html"""

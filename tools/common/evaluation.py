@@ -34,6 +34,7 @@ from utils.statistics.proportions import Interval, newcombe, wilson
 from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
+from vitamp.weights import FEW_IMAGES
 
 ALL_SHOWN = 20
 """Most classes that are all listed"""
@@ -267,10 +268,10 @@ class OneLabel(Evaluation):
         found = strange(labels, guesses, trained.names(), top1_of_probe, groups=self.groups)
 
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
-        if in_folds is not None or validated is None:
+        validation_images = chosen.meta.get("val_images") or self.images  # older checkpoints do not store the number
+        if in_folds is not None or validated is None or validation_images < FEW_IMAGES:
             return found
         # The interval of the top-1 of the run's validation minus the top-1 here.
-        validation_images = chosen.meta.get("val_images") or self.images  # older checkpoints do not store the number
         # Validation images are taken to be grouped like these.
         inflation = variance_inflation(labels == guesses, self.groups)
         independent = [validation_images / inflation, self.images / inflation]

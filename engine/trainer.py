@@ -155,7 +155,8 @@ class Trainer:
         # A probe is validated and saved before it is trained, which may only make it worse. If only the end of the run
         # validates, it is not, and the end is the best.
         train = self.config.TRAIN
-        only_end_validates = max(train.NUM_EPOCHS, 1) < self.config.VALIDATE_FREQ
+        validates_by_epoch = max(train.NUM_EPOCHS, 1) >= self.config.VALIDATE_FREQ
+        only_end_validates = not validates_by_epoch and self.config.VALIDATE_EVERY_UPDATES is None
         if position.update == 0 and self.config.MODEL.starts_at_probe and not only_end_validates:
             self._validate_and_save(last=True)
         # The profiler wants a call after each update; without it, that call does nothing.

@@ -8,7 +8,7 @@ from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
 from tools.common.evaluation import OneLabel, SeveralLabels, evaluation_of, measured, with_bar
-from tools.common.tables import in_columns
+from tools.common.tables import in_columns, shown
 from tools.common.trust import doubts_of
 from utils.cli import command_line
 from utils.program import tool, typed
@@ -31,7 +31,7 @@ def answer(search: Search) -> list[str]:
     evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
     result, doubts = doubts_of(trained, test, evaluation)
     winner = content["winner"]
-    write_probed(search.final_table, search.probe_table)
+    probed_images = write_probed(search.final_table, search.probe_table)
     probed, _ = build(search.candidates[winner].load(search.line, search.probe_table))
     probe_on_test, more_images = probe(probed).on_test()
 
@@ -39,8 +39,8 @@ def answer(search: Search) -> list[str]:
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval for images like these)",
-        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights "
-        f"{probe_on_test}",
+        f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights, of "
+        f"{probed_images:,} training images, {probe_on_test}",
     ]
     lines.append(f"  recall, least first: {_recall(trained, evaluation)}")
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
@@ -62,7 +62,8 @@ def _recall(trained: Trained, evaluation: OneLabel | SeveralLabels) -> str:
     classes = [label for label, images in enumerate(evaluation.support) if images]
     lowest = sorted(classes, key=lambda label: evaluation.recall[label])[:MOST_CLASSES]
     words = [
-        f"{trained.name_of(label)} {evaluation.recall[label]:.0f} % of {evaluation.support[label]}" for label in lowest
+        f"{shown(trained.name_of(label))} {evaluation.recall[label]:.0f} % of {evaluation.support[label]} images"
+        for label in lowest
     ]
     if len(classes) > len(lowest):
         words.append("...")

@@ -140,7 +140,7 @@ class Probe:
         found = accuracy(hits[len(self.is_right)], test.groups)
         *fewer, all_images = sorted(hits)
         if not fewer:
-            return found, "More images: too few training images to see what half of them would have brought."
+            return found, "More images: too few to see what half of them would have brought."
         gain, low, high = agresti_min(hits[all_images], hits[fewer[-1]], test.groups)
         steps = ", ".join(f"{100 * hits[size].mean():.1f} % with {size:,}" for size in sorted(hits))
         return found, (

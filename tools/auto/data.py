@@ -60,6 +60,10 @@ def divide(config: Config, table: Path) -> list[str]:
     numbers = f"{sizes['train']:,} training, {sizes['val']:,} validation and {sizes['test']:,} test images"
     lines = [f"Data: {source_of(data)}, {config.MODEL.NUM_CLASSES} classes: {numbers} ({origin}): {table}"]
     findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
+    if data.GROUP is None:
+        lines.append(
+            "  if several images show one thing, name it by DATA.GROUP (docs/splits.md), or accuracy is too high"
+        )
     # Defects and doubts about splits do not count where these are made anew.
     defects = [
         f"{kind.heading}: {len(found)}"
@@ -128,7 +132,7 @@ def write_probed(table: Path, probed: Path) -> int:
     chosen = set[str]()
     images = 0
     for group in dict.fromkeys([*group_of_class.values(), *(groups[place] for place in order)]):
-        if images < MOST_PROBED:
+        if images < MOST_PROBED or group in group_of_class.values():
             chosen.add(group)
             images += size_of_group[group]
     _write_rows(probed, [row for row in rows if row["split"] != "train" or row["group"] in chosen])

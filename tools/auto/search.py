@@ -35,7 +35,7 @@ FOR_TRIALS = 1 / 3
 MOST_TRIALS = 3
 FASTER = 1.2
 """Candidates whose speeds differ by a smaller factor than about this are equally fast"""
-NEVER = 10_000
+NEVER = 1_000_000
 """Epochs between validations of the final run, so that only its end validates"""
 LEAST_SECONDS = 30
 """Seconds that all but probes and trials takes at least"""
@@ -106,7 +106,7 @@ class Search:
             started = time.monotonic()
             needed = images / speed + overhead
             if not hits:
-                self._check_time(name, needed)
+                self._check_time(name, all_images / speed)
             elif needed > FOR_PROBES * self.record.limit - (started - began):
                 no_time.append(f"{name} (about {clock(needed)})")
                 continue
@@ -159,9 +159,8 @@ class Search:
         seconds = content["seconds_per_trial"]
         lines = list[str]()
         trials = dict[str, Trial]()
-        for name in content["trials"]:
+        for number, name in enumerate(content["trials"], start=1):
             folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
-            number = len(trials) + 1
             self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
             failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
             trial = Trial.of_run(folder)
@@ -175,8 +174,10 @@ class Search:
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
             needed = LEAST_TRIAL / FOR_TRIALS * min(MOST_TRIALS, len(content["equal"]))
-            more_time = f"; -max_time {clock(needed)} has room for more" if needed > self.record.limit else ""
-            lines.append(f"  not fine-tuned, since slower: {', '.join(skipped)}{more_time}")
+            more_time = ""
+            if needed > self.record.limit:
+                more_time = f"; -max_time {clock(needed)} with another -output has room for more"
+            lines.append(f"  not fine-tuned, since the fastest come first: {', '.join(skipped)}{more_time}")
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=True, validated=True)
@@ -191,7 +192,9 @@ class Search:
         is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
         each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
-        images = f"{len(first.is_right):,} validation images, which choose the winner, so that its value is too high"
+        images = f"{len(first.is_right):,} validation images"
+        if len(trials) > 1:
+            images += ", which choose the winner, so that its value may be too high"
         lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {images}: {each}")
         if differences:
             lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
@@ -230,7 +233,7 @@ class Search:
         how = "with its probe as classifier"
         reports = list[dict[str, Any]]()
         if content["fine_tuned"]:
-            validate = {} if is_validated else {"VALIDATE_FREQ": NEVER}
+            validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
             failure = self._train(name, folder, table, self.record.left - reserve, **validate)
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:

@@ -88,7 +88,7 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
             log.warning("%d %s images, not %.0f, since groups are not divided.", size, title, size_wanted)
     missing = _classes_missing(labels, part_of_image, classes)
     if missing:
-        log.warning("Without images of some classes, which have few of them, or few groups: %s.", missing)
+        log.warning("Classes without images there, since they have few images or groups: %s.", missing)
     arguments = ["-dataset", f"csv:{table}", "-data_path", str(root_of(data))]
     log.info("Train with %s; the end of the run names the command that measures on test.", shlex.join(arguments))
 
@@ -159,5 +159,5 @@ def _classes_missing(labels: np.ndarray, part_of_image: np.ndarray, classes: Seq
         everywhere = labels.any(0) if several_labels else np.isin(np.arange(len(classes)), labels)
         absent = [classes[label] for label in np.flatnonzero(everywhere & ~present).tolist()]
         if absent:
-            lacking.append(f"{title} ({some_of(absent)})")
-    return ", ".join(lacking)
+            lacking.append(f"{title}: {some_of(absent)}")
+    return "; ".join(lacking)

@@ -138,7 +138,9 @@ class Config(Section):
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
     REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
     REPORT_STAGES: bool = setting(False, "Add the times of data, copy, forward, backward, optimiser to log lines.")
-    VALIDATE_FREQ: Positive = setting(1, "Epochs between validations; more than NUM_EPOCHS: only the end validates.")
+    VALIDATE_FREQ: Positive = setting(
+        1, "Epochs between validations; more than NUM_EPOCHS: only the end validates, not the probe at the start."
+    )
     VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every N updates.")
     SEED: int = setting(0, "Seed of all random numbers.")
     DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")

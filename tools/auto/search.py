@@ -161,7 +161,8 @@ class Search:
         trials = dict[str, Trial]()
         for number, name in enumerate(content["trials"], start=1):
             folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
-            self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
+            if not is_finished(folder):
+                self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
             failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
             trial = Trial.of_run(folder)
             if trial is None:
@@ -183,7 +184,12 @@ class Search:
             self.record.save(winner=winner, fine_tuned=True, validated=True)
             why = "the fastest that probes do not tell from the best"
             return [f"Trials: none; {winner}, {why}, is trained once, and validation decides about it", *lines]
+        trained, *decided = self._decide(trials, clock(seconds))
+        return [trained, *lines, *decided]
 
+    def _decide(self, trials: dict[str, Trial], time_of_each: str) -> list[str]:
+        """Decide which of the fine-tuned candidates wins, and whether it is fine-tuned or keeps its probe."""
+        candidates = self.record.content["candidates"]
         hits = {name: trial.is_right for name, trial in trials.items()}
         first = next(iter(trials.values()))
         equal, differences = separate(hits, first.groups)
@@ -191,11 +197,11 @@ class Search:
         gain, low, high = trials[winner].gain
         is_fine_tuned = gain >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
-        each = "; ".join(f"{name} {content['candidates'][name]['trial']}" for name in trials)
+        each = "; ".join(f"{name} {candidates[name]['trial']}" for name in trials)
         images = f"{len(first.is_right):,} validation images"
         if len(trials) > 1:
             images += ", which choose the winner, so that its value may be too high"
-        lines.insert(0, f"Trials: {clock(seconds)} each, one seed, {images}: {each}")
+        lines = [f"Trials: {time_of_each} each, one seed, {images}: {each}"]
         if differences:
             lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
         if len(equal) > 1:

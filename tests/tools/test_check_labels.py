@@ -506,6 +506,7 @@ def test_folds_train_the_recipe_and_go_on(
 def test_proof_compares_four_trainings_per_seed(
     check: Call, tiny: Path, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tools.common.report_page.evaluations.SECONDS_OF_MAPS", 0)  # they ask the models, too
     asked, logits = [], Trained.logits
     monkeypatch.setattr(Trained, "logits", lambda model, images: [asked.append(len(images)), logits(model, images)][1])
     planted, out = write_folders(tmp_path / "data" / "train", wrong=24, images=240), tmp_path / "labels"

@@ -56,6 +56,7 @@ def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
         asked = {name: value for name, value in settled.items() if getattr(train, name) == AUTO}
         return replace(run, config=run.config.changed(TRAIN=asked))
     if train.BASE_LR != AUTO:
+        log.info("TRAIN.LAYER_DECAY auto: none, since TRAIN.BASE_LR is given.")
         return replace(run, config=run.config.changed(TRAIN={"LAYER_DECAY": None}))
     # The model is built again for the run, which logs these lines itself, and draws the same random numbers.
     with unheard(), fork_host_rng():
@@ -71,8 +72,8 @@ def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
 def _measure(run: Run) -> tuple[float, float | None, str]:
     """Return TIMES the largest of RATES whose update changes features no more than images differ, and why, in words.
 
-    Between them is TRAIN.LAYER_DECAY, which is counted in. Models with batch norm, and those of which only the
-    classifier is trained, have a rate of their own.
+    The second value is TRAIN.LAYER_DECAY, which the rate takes into account. Models with batch norm, and those of which
+    only the classifier is trained, have a rate of their own.
     """
     config = run.config.changed(AMP={"ENABLED": False})
     tuned = tuned_model(config, run.device)

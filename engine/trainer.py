@@ -157,8 +157,11 @@ class Trainer:
         train = self.config.TRAIN
         validates_by_epoch = max(train.NUM_EPOCHS, 1) >= self.config.VALIDATE_FREQ
         only_end_validates = not validates_by_epoch and self.config.VALIDATE_EVERY_UPDATES is None
-        if position.update == 0 and self.config.MODEL.starts_at_probe and not only_end_validates:
-            self._validate_and_save(last=True)
+        if position.update == 0 and self.config.MODEL.starts_at_probe:
+            if only_end_validates:
+                log.info("The linear probe is not validated, since VALIDATE_FREQ is more than TRAIN.NUM_EPOCHS.")
+            else:
+                self._validate_and_save(last=True)
         # The profiler wants a call after each update; without it, that call does nothing.
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:

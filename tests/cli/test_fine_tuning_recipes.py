@@ -203,7 +203,8 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     assert last["acc1"] < acc1
     assert acc1_of(vitamp, tmp_path, tmp_path / "run") == acc1
 
-    vitamp(*words, tmp_path / "last", "MODEL.NEW_CLASSIFIER=probe", *short, "VALIDATE_FREQ=2", code=0)
+    done = vitamp(*words, tmp_path / "last", "MODEL.NEW_CLASSIFIER=probe", *short, "VALIDATE_FREQ=2", code=0)
+    assert "The linear probe is not validated, since VALIDATE_FREQ is more than TRAIN.NUM_EPOCHS." in done.text
     (only,) = metrics(tmp_path / "last", "val")
     assert acc1_of(vitamp, tmp_path, tmp_path / "last") == only["acc1"] < acc1, "nothing but its end was validated"
 
@@ -283,6 +284,7 @@ def test_the_rate_of_finetune_is_measured(vitamp: Vitamp, place: Path, tmp_path:
         said = vitamp(*words, tmp_path / name, *more, code=0).text
         train = yaml.safe_load((tmp_path / name / "config.yaml").read_text())["TRAIN"]
         decay_of_run[name] = train["LAYER_DECAY"]
+        assert ("TRAIN.LAYER_DECAY auto: none, since TRAIN.BASE_LR is given." in said) == (name == "without")
         if "-lr" not in more:
             assert f"TRAIN.BASE_LR auto: {train['BASE_LR']:g}, " in said
         return train["BASE_LR"]

@@ -51,7 +51,7 @@ def divide(config: Config, table: Path) -> list[str]:
         origin = "divided anew"
         if not comes_unsplit(data):
             origin += ", your validation split among them"
-        origin += "; copies and groups stay together"
+        origin += "; copies stay together, and images of one thing if DATA.GROUP names it"
     else:
         _write_given_splits(splits, test, data, table)
         origin = "the data's own test split, which is not read before the end"
@@ -60,10 +60,6 @@ def divide(config: Config, table: Path) -> list[str]:
     numbers = f"{sizes['train']:,} training, {sizes['val']:,} validation and {sizes['test']:,} test images"
     lines = [f"Data: {source_of(data)}, {config.MODEL.NUM_CLASSES} classes: {numbers} ({origin}): {table}"]
     findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
-    if data.GROUP is None:
-        lines.append(
-            "  if several images show one thing, name it by DATA.GROUP (docs/splits.md), or accuracy is too high"
-        )
     # Defects and doubts about splits do not count where these are made anew.
     defects = [
         f"{kind.heading}: {len(found)}"
@@ -128,11 +124,12 @@ def write_probed(table: Path, probed: Path) -> int:
     size_of_group = Counter(row["group"] for row in training)
     groups = list(size_of_group)
     order = generator_of(0, "probed").permutation(len(groups)).tolist()
-    group_of_class = {row["target"]: row["group"] for row in training}
+    of_each_class = {row["target"]: row["group"] for row in training}
+    needed = set(of_each_class.values())
     chosen = set[str]()
     images = 0
-    for group in dict.fromkeys([*group_of_class.values(), *(groups[place] for place in order)]):
-        if images < MOST_PROBED or group in group_of_class.values():
+    for group in dict.fromkeys([*of_each_class.values(), *(groups[place] for place in order)]):
+        if images < MOST_PROBED or group in needed:
             chosen.add(group)
             images += size_of_group[group]
     _write_rows(probed, [row for row in rows if row["split"] != "train" or row["group"] in chosen])

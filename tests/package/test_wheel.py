@@ -108,7 +108,8 @@ def test_digits_train_in_an_empty_folder_and_others_keep_their_names(environment
     (tmp_path / "mine.py").write_text(LOSS)
     digits = ("-cfg", "vit_digits", "-amp", "-device", "cpu", "TRAIN.MAX_UPDATES=44")
     said = run(command, "train", *digits, "-output", "run", "-use", "mine.py", "TRAIN.LOSS=mine", cwd=tmp_path)
-    assert f"-cfg vit_digits: {package}/program/configs/vit_digits.yaml, a recipe that comes with vitamp" in said
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert f"-cfg vit_digits: {package}/program/configs/vit_digits.yaml, a recipe that comes with vitamp" in log
     assert "Own code: mine.py (loss mine)" in said
     assert "vitamp evaluate run -trust" in said
     assert "vitamp train -resume run" in said

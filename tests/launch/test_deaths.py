@@ -33,7 +33,9 @@ def launcher(name: str) -> Iterator[tuple[list[object], dict[str, str], str]]:
             yield start, cluster.env, r"rank {rank} on \S+ \(process {pid}\) died without an error message"
     else:
         needs("mpirun.openmpi", package="openmpi-bin")
-        start = ["mpirun.openmpi", "--oversubscribe", "-n", 2, sys.executable]
+        # After a death, mpirun gives the others 1 second; on a busy machine that may be too short to write the line.
+        patient = ("--mca", "odls_base_sigkill_timeout", 3)
+        start = ["mpirun.openmpi", "--oversubscribe", *patient, "-n", 2, sys.executable]
         yield start, MPI_AS_ROOT, r"process rank {rank} with PID \d+ on node \S+ exited on signal 9"
 
 

@@ -107,6 +107,7 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     fourth, half, all_images = map(int, fewer.groups())
     assert all_images == len(final["train"])
     assert [half, fourth] == pytest.approx([all_images / 2, all_images / 4], abs=2)
+    assert re.search(rf"Larger images: .* {MODEL}@48 .* against {MODEL}\.", said.out)
     assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
 
     trainings.started.clear()
@@ -177,7 +178,7 @@ def test_without_time_for_a_trial_validation_decides_about_the_only_training(
     too_short(monkeypatch, "trials")
     out = tmp_path / "out"
     said = auto()
-    assert f"  {MODEL} was not fine-tuned in 0:01:20: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
+    assert f"  {MODEL} was not fine-tuned in 0:00:40: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
     assert "on training images alone; validation has chosen the epoch" in said.out
     assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
     assert len(metrics(out / "final", "val")) > 1
@@ -254,6 +255,25 @@ def test_candidates_are_separated_beyond_chance() -> None:
     assert candidates.separate(six, ())[0] == ["best"]
     others = {"a": best, "b": best}
     assert "six" in candidates.separate({**six, **others}, ())[0]
+
+
+def test_what_larger_images_bring_is_told_of_one_model() -> None:
+    hits = {
+        "a": np.arange(100) < 70,
+        "b": np.arange(100) < 50,
+        "a@96": np.arange(100) < 80,
+        "a@96=f": np.ones(100, bool),
+    }
+    known = {
+        "a": candidates.Candidate("a", "w", "", 1),
+        "b": candidates.Candidate("b", "w", "", 1),
+        "a@96": candidates.Candidate("a", "w", "96", 1),
+        "a@96=f": candidates.Candidate("a", "other weights", "96", 1),
+    }
+    said = candidates.gain_of_sizes(hits, (), known)
+    assert re.search(r"a@96 \+10\.0 points \(\+\d\.\d to \+1\d\.\d\) against a\. ", said)
+    assert said.count("against") == 1
+    assert candidates.gain_of_sizes({"a": hits["a"], "b": hits["b"]}, (), known) == ""
 
 
 @pytest.mark.slow

@@ -45,6 +45,8 @@ def answer(search: Search) -> list[str]:
     lines.append(f"  recall, least first: {_recall(trained, evaluation)}")
     lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
     lines += ["", *_table(content["candidates"]), "", more_images]
+    if content["larger_images"]:
+        lines.append(content["larger_images"])
     quoted = shlex.quote(f"{run}")
     repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [

@@ -217,3 +217,22 @@ def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str],
             high = max(high, 0.0)  # the test is stricter than the interval
         words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
     return equal, words
+
+
+def gain_of_sizes(hits: Mapping[str, np.ndarray], groups: Groups, candidates: Mapping[str, Candidate]) -> str:
+    """Return a line about what larger images brought to probes of the same model; empty without two sizes of one.
+
+    `hits`: as for `separate`, the candidates with the smallest images first.
+    """
+    words = []
+    smaller = dict[tuple[str, str], str]()  # model and weights -> the candidate before with these
+    for name in hits:
+        candidate = candidates[name]
+        before = smaller.get((candidate.model, candidate.weights))
+        if before is not None:
+            gain, low, high = agresti_min(hits[name], hits[before], groups)
+            words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) against {before}")
+        smaller[candidate.model, candidate.weights] = name
+    if not words:
+        return ""
+    return f"Larger images: probes in folds: {'; '.join(words)}. Still larger ones are not measured."

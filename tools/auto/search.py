@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.evaluation.linear import FOLDS
 from models.parts import count_parameters
-from tools.auto.candidates import Candidate, accuracy, build, probe, separate
+from tools.auto.candidates import Candidate, accuracy, build, gain_of_sizes, probe, separate
 from tools.auto.data import read_table, write_final, write_probed
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
@@ -99,6 +99,7 @@ class Search:
         hits = dict[str, np.ndarray]()  # candidate -> whether each training image is recognised in folds
         groups = list[str]()
         about = dict[str, dict[str, Any]]()
+        area = dict[str, int]()  # candidate -> pixels of an image
         no_time = list[str]()
         overhead = 0.0  # seconds of a probe beyond those of the model: decoding and the fit
         for name, candidate in self.candidates.items():
@@ -115,6 +116,8 @@ class Search:
             overhead = max(overhead, seconds - images / speed)
             hits[name] = found.is_right
             groups = found.features.groups
+            _, high, wide = trained.config.DATA.shape
+            area[name] = high * wide
             about[name] = {
                 "in_folds": accuracy(found.is_right, groups),
                 "pixels": f"{trained.config.DATA.IMAGE_SIZE}",
@@ -125,7 +128,9 @@ class Search:
         words = f"{images:,} training images"
         if images < all_images:
             words = f"{images:,} of {all_images:,} training images, drawn at random"
-        self.record.save(candidates=about, equal=equal, overhead=overhead)
+        by_area = {name: hits[name] for name in sorted(hits, key=area.__getitem__)}
+        larger_images = gain_of_sizes(by_area, groups, self.candidates)
+        self.record.save(candidates=about, equal=equal, overhead=overhead, larger_images=larger_images)
 
         lines = [f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {words}"]
         if differences:
@@ -155,7 +160,8 @@ class Search:
             available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
             most = min(MOST_TRIALS, max(1, int(available / LEAST_TRIAL)))
             chosen = self._fastest_first(content["equal"])[:most]
-            self.record.save(trials=chosen, seconds_per_trial=available / len(chosen))
+            # A single one is only compared with its own probe.
+            self.record.save(trials=chosen, seconds_per_trial=available / max(len(chosen), 2))
         seconds = content["seconds_per_trial"]
         lines = list[str]()
         trials = dict[str, Trial]()

@@ -185,26 +185,33 @@ def test_without_time_for_a_trial_validation_decides_about_the_only_training(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_time", [True, False])
 def test_without_time_for_a_final_training_the_probe_is_the_answer(
-    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
+    """Of all images, or of as many as there is time for."""
     too_short(monkeypatch, "trials", "final")
+    if not has_time:
+        monkeypatch.setattr(search, "PASSES_OF_TEST", 1e9)
     said = auto()
+    out = tmp_path / "out"
+    images = {part: len(splits(out / f"{part}.csv")["train"]) for part in ("split", "final")}
+    if has_time:
+        assert f"({images['final']}; 3 stay out" in said.out
+    else:
+        assert f"({images['split']} of {images['final']}, as many as time allows; 3 stay out" in said.out
     assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out
 
 
-def test_a_probe_of_many_images_has_some_of_each_class_in_whole_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "MOST_PROBED", 30)
+def test_a_probe_of_many_images_has_some_of_each_class_in_whole_groups(tmp_path: Path) -> None:
     lines = ["path,target,group,split"]
     lines += [f"{number}.png,common,{number // 4},train" for number in range(200)]
     lines += ["rare.png,rare,rare,train", "v.png,rare,v,val", "t.png,common,t,test"]
     table = tmp_path / "split.csv"
     table.write_text("\n".join(lines) + "\n")
-    images = tables.write_probed(table, tmp_path / "probe.csv")
+    images = tables.write_probed(table, tmp_path / "probe.csv", 30)
     assert 30 <= images < 34
     rows = tables.read_table(tmp_path / "probe.csv")
     training = [row for row in rows if row["split"] == "train"]

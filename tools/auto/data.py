@@ -113,8 +113,8 @@ def write_final(table: Path, final: Path) -> None:
     _write_rows(final, rows)
 
 
-def write_probed(table: Path, probed: Path) -> int:
-    """Write the table of a probe, which has at most about MOST_PROBED training images, and return their number.
+def write_probed(table: Path, probed: Path, most: int = MOST_PROBED) -> int:
+    """Write the table of a probe, which has at most about `most` training images, and return their number.
 
     They are a random part of the training images, in whole groups, with one group of each class at least. The other
     splits stay as they are.
@@ -129,7 +129,7 @@ def write_probed(table: Path, probed: Path) -> int:
     chosen = set[str]()
     images = 0
     for group in dict.fromkeys([*of_each_class.values(), *(groups[place] for place in order)]):
-        if images < MOST_PROBED or group in needed:
+        if images < most or group in needed:
             chosen.add(group)
             images += size_of_group[group]
     _write_rows(probed, [row for row in rows if row["split"] != "train" or row["group"] in chosen])

@@ -94,18 +94,18 @@ class Search:
         Raises UserError if there is no time for the first one.
         """
         images = write_probed(self.table, self.probe_table)
-        all_images = sum(row["split"] == "train" for row in read_table(self.table))
+        all_images = _count(self.table)["train"]
         began = time.monotonic()
         hits = dict[str, np.ndarray]()  # candidate -> whether each training image is recognised in folds
         groups = list[str]()
         about = dict[str, dict[str, Any]]()
         area = dict[str, int]()  # candidate -> pixels of an image
         no_time = list[str]()
-        overhead = 0.0  # seconds of a probe beyond those of the model: decoding and the fit
+        overhead = 0.0  # seconds per image of a probe beyond those of the model: decoding and the fit
         for name, candidate in self.candidates.items():
             trained, speed = build(candidate.load(self.line, self.probe_table))
             started = time.monotonic()
-            needed = images / speed + overhead
+            needed = images * (1 / speed + overhead)
             if not hits:
                 self._check_time(name, all_images / speed)
             elif needed > FOR_PROBES * self.record.limit - (started - began):
@@ -113,7 +113,7 @@ class Search:
                 continue
             found = probe(trained)
             seconds = time.monotonic() - started
-            overhead = max(overhead, seconds - images / speed)
+            overhead = max(overhead, seconds / images - 1 / speed)
             hits[name] = found.is_right
             groups = found.features.groups
             _, high, wide = trained.config.DATA.shape
@@ -228,6 +228,7 @@ class Search:
         """Train the winner on training and validation images, in the time that its evaluation leaves.
 
         If there was no trial, it is trained on the training images alone: validation compares its epochs and the probe.
+        If there is no time to train it, its probe is fitted to as many images as time allows.
         """
         content = self.record.content
         name = content["winner"]
@@ -235,36 +236,51 @@ class Search:
         if not self.final_table.exists():
             write_final(self.table, self.final_table)
         table = self.table if is_validated else self.final_table
-        images = Counter(row["split"] for row in read_table(table))
-        # The evaluation computes features of all images, and compares test images and edited copies with the others.
-        # It fits the probe to all training images, half and a fourth of them.
-        passes = images.total() + PASSES_OF_TEST * images["test"]
+        images = _count(table)
+        probed = _count(self.probe_table)["train"]
         speed = content["candidates"][name]["images_per_second"]
-        reserve = passes / speed + 3 * content["overhead"] + LEAST_SECONDS / 2
+        seconds_per_image = 1 / speed + content["overhead"]
+        # The evaluation compares test images and edited copies with the others, and fits probes to all, half and a
+        # fourth of the images that were probed. For a model that was fine-tuned, it computes features of all images.
+        decoded = images["test"] + 2 * probed
+        evaluation = PASSES_OF_TEST * images["test"] / speed + content["overhead"] * decoded + LEAST_SECONDS / 2
+        all_features = images.total() * seconds_per_image
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         reports = list[dict[str, Any]]()
         if content["fine_tuned"]:
             validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
-            failure = self._train(name, folder, table, self.record.left - reserve, **validate)
+            failure = self._train(name, folder, table, self.record.left - evaluation - all_features, **validate)
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
                 reason = failure or "the time was over before its first update"
                 how += f", since fine-tuning failed ({reason})"
         if not reports:
-            folder = folder.with_name("final-probe")
             is_validated = False
-            no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
-            failure = self._train(name, folder, self.final_table, None, **no_epochs)
-            if failure:
-                raise TrainingError(f"The final run failed: {failure}")
-        return self._conclude(folder, how, reports, is_validated)
+            folder = folder.with_name("final-probe")
+            table = self._fit_final_probe(name, folder, int((self.record.left - evaluation) / seconds_per_image))
+        return self._conclude(folder, table, how, reports, is_validated)
 
-    def _conclude(self, folder: Path, how: str, reports: list[dict[str, Any]], is_validated: bool) -> list[str]:
+    def _fit_final_probe(self, name: str, folder: Path, images: int) -> Path:
+        """Fit the final probe to so many of the training and validation images, and return their table."""
+        table = self.final_table
+        if images < _count(table)["train"]:
+            table = self.record.folder / "final-probe.csv"
+            if not table.exists():
+                write_probed(self.final_table, table, max(images, _count(self.probe_table)["train"]))
+        no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
+        failure = self._train(name, folder, table, None, **no_epochs)
+        if failure:
+            raise TrainingError(f"The final run failed: {failure}")
+        return table
+
+    def _conclude(
+        self, folder: Path, table: Path, how: str, reports: list[dict[str, Any]], is_validated: bool
+    ) -> list[str]:
         """Put the final run into the record, and return the line about it.
 
-        `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its updates. `is_validated`:
-        whether validation has chosen its best checkpoint.
+        `table`: of its images. `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its
+        updates. `is_validated`: whether validation has chosen its best checkpoint.
         """
         if is_validated and read_index(folder / CHECKPOINTS)["best"] == folder_name(0):
             how += ", since no epoch was better in validation"
@@ -274,8 +290,11 @@ class Search:
                 how += f", when the time was over, of {config_of_run(folder).TRAIN.NUM_EPOCHS} planned"
         on = "training images alone; validation has chosen the epoch"
         if not is_validated:
-            parts = Counter(row["split"] for row in read_table(self.final_table))
-            on = f"training and validation images ({parts['train']:,}; {parts['val']:,} stay out, and decide nothing)"
+            images = _count(table)
+            all_images = _count(self.final_table)["train"]
+            of_all = f" of {all_images:,}, as many as time allows" if images["train"] < all_images else ""
+            stay_out = f"{images['val']:,} stay out, and decide nothing"
+            on = f"training and validation images ({images['train']:,}{of_all}; {stay_out})"
         self.record.save(run=f"{folder}", how=how)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
@@ -295,3 +314,8 @@ class Search:
         config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
         failure = train_run(Run(name, config.SEED, config, folder), *words)
         return failure.partition(". ")[0] if failure else None
+
+
+def _count(table: Path) -> Counter[str]:
+    """Return the number of images of each split in a table."""
+    return Counter(row["split"] for row in read_table(table))

@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from engine.report.trust import CHANCE
 from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
@@ -43,7 +44,8 @@ def answer(search: Search) -> list[str]:
         f"{probed_images:,} training images, {probe_on_test}",
     ]
     lines.append(f"  recall, least first: {_recall(trained, evaluation)}")
-    lines += [f"  {doubt.words()}" for doubt in doubts[:MOST_DOUBTS]]
+    beside_chance = [doubt for doubt in doubts if doubt.kind != CHANCE]  # of which the interval speaks
+    lines += [f"  {doubt.words()}" for doubt in beside_chance[:MOST_DOUBTS]]
     lines += ["", *_table(content["candidates"]), "", more_images]
     if content["larger_images"]:
         lines.append(content["larger_images"])

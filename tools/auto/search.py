@@ -237,13 +237,11 @@ class Search:
             write_final(self.table, self.final_table)
         table = self.table if is_validated else self.final_table
         images = _count(table)
-        probed = _count(self.probe_table)["train"]
         speed = content["candidates"][name]["images_per_second"]
         seconds_per_image = 1 / speed + content["overhead"]
-        # The evaluation compares test images and edited copies with the others, and fits probes to all, half and a
-        # fourth of the images that were probed. For a model that was fine-tuned, it computes features of all images.
-        decoded = images["test"] + 2 * probed
-        evaluation = PASSES_OF_TEST * images["test"] / speed + content["overhead"] * decoded + LEAST_SECONDS / 2
+        # The evaluation compares test images and edited copies with the others. For a model that was fine-tuned, it
+        # computes features of all images.
+        evaluation = images["test"] * (PASSES_OF_TEST / speed + content["overhead"]) + LEAST_SECONDS / 2
         all_features = images.total() * seconds_per_image
         folder = self.record.folder / "final"
         how = "with its probe as classifier"

@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import vitamp
-from tests.program import Result, metrics
+from engine.trained.model import load_trained
+from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
 from tools.auto import data as tables
@@ -83,7 +84,9 @@ def record(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: Path, trainings: Trainings) -> None:
+def test_a_folder_becomes_an_evaluated_model(
+    auto: Call, made: Path, tmp_path: Path, trainings: Trainings, vitamp: Vitamp
+) -> None:
     out = tmp_path / "out"
     weights = f"{MODEL}={made / MODEL}.safetensors,{MODEL}@48={made / MODEL}.safetensors"
     said = auto("-weights", weights)
@@ -98,6 +101,7 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     assert len(final["val"]) == 3, "of each class one"
     checkpoints = json.loads((out / "final" / "checkpoints" / "index.json").read_text())
     assert checkpoints["best"] == checkpoints["last"] != "step-000000000", "these three choose no checkpoint"
+    assert len(metrics(out / "final", "val")) == 1
     assert f"of {len(found['test'])} test images, which decided nothing" in said.out
     assert "always guessing the largest class" in said.out
     fewer = re.search(
@@ -109,6 +113,16 @@ def test_a_folder_becomes_an_evaluated_model(auto: Call, made: Path, tmp_path: P
     assert [half, fourth] == pytest.approx([all_images / 2, all_images / 4], abs=2)
     assert re.search(rf"Larger images: .* {MODEL}@48 .* against {MODEL}\.", said.out)
     assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
+
+    printed = re.search(r"train it by itself: python (\S+) (.*) -output NEW", said.out)
+    assert printed is not None
+    script, words = printed.groups()
+    assert "MAX_TIME=null" in words
+    vitamp(*words.split(), "-output", tmp_path / "new", script=script, code=0)
+    images = torch.arange(3 * 32 * 32).remainder(256).to(torch.uint8).view(1, 3, 32, 32)
+    size = (int(decided["candidates"][decided["winner"]]["pixels"]),) * 2
+    images = torch.nn.functional.interpolate(images.float(), size).to(torch.uint8)
+    assert torch.equal(load_trained(tmp_path / "new").logits(images), load_trained(out / "final").logits(images))
 
     trainings.started.clear()
     again = auto("-weights", weights)

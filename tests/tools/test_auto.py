@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +21,10 @@ from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
 from tools.auto import data as tables
+from tools.auto.record import Record
+from tools.common.command_line import ToolLine
 from tools.compare.runs import Run, train_run
+from utils.statistics.paired import interval_and_test
 
 Call = Callable[..., Result]
 CLASSES = ("ant", "bee", "cat")
@@ -276,6 +279,20 @@ def test_candidates_are_separated_beyond_chance() -> None:
     assert candidates.separate(six, ())[0] == ["best"]
     others = {"a": best, "b": best}
     assert "six" in candidates.separate({**six, **others}, ())[0]
+
+
+@pytest.mark.parametrize(("right_by_probe", "is_kept"), [(43, False), (58, True)])
+def test_a_probe_is_kept_only_if_it_is_better_beyond_chance(tmp_path: Path, right_by_probe: int, is_kept: bool) -> None:
+    """Of 75 images, 40 are recognised by the fine-tuned model."""
+    images = np.arange(75)
+    is_right = images < 40
+    kept = Record(tmp_path / "out", {}, 60.0)
+    kept.save(candidates={"a": {"trial": "53.33 %", "images_per_second": 9.0}})
+    trial = search.Trial(is_right, np.empty(0), 8, interval_and_test(is_right, images < right_by_probe))
+    lines = search.Search(cast(ToolLine, None), kept, {}, [])._decide({"a": trial}, "0:01:00")
+    assert record(tmp_path / "out")["fine_tuned"] is not is_kept
+    assert lines[-1].endswith("the probe is kept") is is_kept
+    assert ("which may be chance; it is fine-tuned" in lines[-1]) is not is_kept
 
 
 def test_what_larger_images_bring_is_told_of_one_model() -> None:

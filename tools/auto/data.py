@@ -26,7 +26,7 @@ from vitamp.files import write_atomically
 
 FRACTIONS = (0.7, 0.15, 0.15)
 """Fractions of the images for training, validation and test, where the data has no test split"""
-MOST_PROBED = 5000
+MOST_PROBED = 2500
 """Training images beyond which a probe has a random part of them"""
 MOST_KEPT = 10
 """Most groups of images that the final run validates on, which decide nothing"""

@@ -328,8 +328,8 @@ def settle_epochs(run: Run) -> Run:
         enough = 10 * math.ceil((max_time + 1.2 * missing) / 10)
         raise UserError(
             f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {for_one:.3g} s, "
-            f"and start and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: "
-            "a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
+            f"and start and end take {max_time - left:.3g} s. -max_time {clock(enough)} would do for one epoch. "
+            "Faster: a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
     config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(epochs))
     paces = trial.paces.values()

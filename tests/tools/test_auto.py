@@ -121,7 +121,8 @@ def test_a_folder_becomes_an_evaluated_model(
     assert printed is not None
     script, words = printed.groups()
     assert "MAX_TIME=null" in words
-    vitamp(*words.split(), "-output", tmp_path / "new", script=script, code=0)
+    repeated = vitamp(*words.split(), "-output", tmp_path / "new", script=script, code=0)
+    assert "a group of its own" not in repeated.text
     images = torch.arange(3 * 32 * 32).remainder(256).to(torch.uint8).view(1, 3, 32, 32)
     size = (int(decided["candidates"][decided["winner"]]["pixels"]),) * 2
     images = torch.nn.functional.interpolate(images.float(), size).to(torch.uint8)
@@ -131,6 +132,24 @@ def test_a_folder_becomes_an_evaluated_model(
     again = auto("-weights", weights)
     assert trainings.started == []
     assert again.out.splitlines()[-5:] == said.out.splitlines()[-5:]
+
+    assert "training was cut" not in said.out
+    del decided["stages"]["answer"]
+    (out / "auto.json").write_text(json.dumps(decided | {"finished": False}))
+    assert "Perhaps too low: training was cut while its learning rate was high." in auto("-weights", weights).out
+
+
+def test_the_final_run_has_epochs_for_most_of_the_time_at_the_speed_of_its_trial(tmp_path: Path) -> None:
+    """An image took 1/60 s, then 1/30 s: that are 40 per second, and 3,200 in 80 of 100 seconds."""
+    kept = Record(tmp_path / "out", {}, 600.0)
+    trial = tmp_path / "out" / "trials" / "a"
+    trial.mkdir(parents=True)
+    lines = [
+        {"event": "train", "update": update, "perf": {"images_per_second": speed}}
+        for update, speed in ((1, 60), (2, 30))
+    ]
+    (trial / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert search.Search(cast(ToolLine, None), kept, {}, [])._planned_epochs("a", seconds=100.0, images=100) == 32
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from tools.common.trust import doubts_of
 from utils.cli import command_line
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
-from utils.text import clock
+from utils.statistics.proportions import wilson
+from utils.text import clock, some_of
+from vitamp.metrics import TOP1
 
 MOST_DOUBTS = 3
-MOST_CLASSES = 6
-"""Most classes whose recall is shown"""
 
 
 def answer(search: Search) -> list[str]:
@@ -43,7 +43,12 @@ def answer(search: Search) -> list[str]:
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights, of "
         f"{probed_images:,} training images, {probe_on_test}",
     ]
-    lines.append(f"  recall, least first: {_recall(trained, evaluation)}")
+    lines.append(f"  {_recall(trained, evaluation)}")
+    if not content["finished"]:
+        lines.append(
+            "  Perhaps too low: training was cut while its learning rate was high. The command below that trains it by "
+            "itself has no limit of time; evaluate that model on the test images, too."
+        )
     beside_chance = [doubt for doubt in doubts if doubt.kind != CHANCE]  # of which the interval speaks
     lines += [f"  {doubt.words()}" for doubt in beside_chance[:MOST_DOUBTS]]
     lines += ["", *_table(content["candidates"]), "", more_images]
@@ -62,16 +67,15 @@ def answer(search: Search) -> list[str]:
 
 
 def _recall(trained: Trained, evaluation: OneLabel | SeveralLabels) -> str:
-    """Return the recall of the classes with the lowest ones, with their number of test images, in words."""
-    classes = [label for label, images in enumerate(evaluation.support) if images]
-    lowest = sorted(classes, key=lambda label: evaluation.recall[label])[:MOST_CLASSES]
-    words = [
-        f"{shown(trained.name_of(label))} {evaluation.recall[label]:.0f} % of {evaluation.support[label]} images"
-        for label in lowest
-    ]
-    if len(classes) > len(lowest):
-        words.append("...")
-    return ", ".join(words)
+    """Return a line about the classes whose recall is below the top-1 beyond chance."""
+    lower = []
+    for label, images in enumerate(evaluation.support):
+        recall = float(evaluation.recall[label])
+        if images and wilson(recall, int(images)).high < evaluation.values[TOP1]:
+            lower.append(f"{shown(trained.name_of(label))} {recall:.0f} % of {images} images")
+    if not lower:
+        return "recall: of no class lower beyond chance"
+    return f"recall: lower beyond chance of {some_of(lower)}"
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

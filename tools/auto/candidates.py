@@ -17,6 +17,7 @@ from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import Classifier, fit, folds_of
 from engine.trained.model import Trained, pretrained, split_of_run
 from models.weights.find import local_weights, locate
+from tools.auto.data import read_table
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import measured
 from utils.config import Config
@@ -64,7 +65,10 @@ class Candidate(NamedTuple):
             replaced.update(OF_DATA)
             folder = root if root.is_dir() else root.parent
             settings |= {"DATA.DATASET": f"csv:{table}", "DATA.DATA_PATH": f"{folder.absolute()}"}
-            settings |= {"DATA.GROUP": "group", "DATA.KEEP_TEST": False}
+            settings["DATA.KEEP_TEST"] = False
+            groups = [row["group"] for row in read_table(table)]
+            if len(set(groups)) < len(groups):
+                settings["DATA.GROUP"] = "group"
         if self.image_size:
             settings["DATA.IMAGE_SIZE"] = self.image_size
         settings |= {key.replace("__", "."): value for key, value in more.items()}

@@ -217,10 +217,10 @@ class Search:
         if len(equal) > 1:
             others = ", ".join(name for name in equal if name != winner)
             lines.append(f"  {winner} is the fastest not told apart, and wins; {others} may be as good or better")
-        verdict = "it is fine-tuned" if is_fine_tuned else "the probe is kept"
+        verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
-            verdict = f"which may be chance; {verdict}, which is better nearly always"
-        lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}); {verdict}")
+            verdict = ", which may be chance; it is fine-tuned, since that is better nearly always"
+        lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}){verdict}")
         return lines
 
     def _fastest_first(self, names: list[str]) -> list[str]:

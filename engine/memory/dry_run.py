@@ -71,6 +71,9 @@ LONGEST_RUN = 10_000
 """Most epochs that TRAIN.NUM_EPOCHS auto chooses"""
 SPARE = 0.03
 """Fraction of MAX_TIME that auto leaves for what it did not measure"""
+SPARE_ON_CPU = 0.25
+"""The same on a CPU, which other programs may slow later. Some epochs less cost little; a training that is cut while
+its learning rate is high may lose several points."""
 SHARE_OF_TRIAL = 0.02
 """Fraction of MAX_TIME that auto measures updates for, about: by time, because images may have been loaded ahead"""
 
@@ -222,6 +225,7 @@ class _Trial:
     config: Config
     train: TrainConfig
     """The settings of the trial, for the most epochs possible"""
+    on_cpu: bool
     began: float = field(default_factory=time.monotonic)
     per_epoch: int = 0
     """Updates per epoch"""
@@ -274,7 +278,8 @@ class _Trial:
 
     def left(self, max_time: float) -> float:
         """Return the seconds that remain for epochs, if the program may run for `max_time` seconds since it began."""
-        left = (1 - SPARE) * max_time - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
+        spare = SPARE_ON_CPU if self.on_cpu else SPARE
+        left = (1 - spare) * max_time - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
         if self.config.MODEL.starts_at_probe:  # the probe computes features of all images once
             left -= self.per_epoch * max(self.paces.values()) + self.validation
         return left
@@ -304,7 +309,7 @@ def settle_epochs(run: Run) -> Run:
 
     # The trial. The run is built again later: it logs these lines itself, and must draw the random numbers of a run
     # without trial.
-    trial = _Trial(config_of_trial, train)
+    trial = _Trial(config_of_trial, train, run.device.type == "cpu")
     with unheard(), fork_host_rng():
         run_of_trial = replace(run, config=config_of_trial)
         ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, checkpoint=None, dry=True))

@@ -139,19 +139,6 @@ def test_a_folder_becomes_an_evaluated_model(
     assert "Perhaps too low: training was cut while its learning rate was high." in auto("-weights", weights).out
 
 
-def test_the_final_run_has_epochs_for_most_of_the_time_at_the_speed_of_its_trial(tmp_path: Path) -> None:
-    """An image took 1/60 s, then 1/30 s: that are 40 per second, and 3,200 in 80 of 100 seconds."""
-    kept = Record(tmp_path / "out", {}, 600.0)
-    trial = tmp_path / "out" / "trials" / "a"
-    trial.mkdir(parents=True)
-    lines = [
-        {"event": "train", "update": update, "perf": {"images_per_second": speed}}
-        for update, speed in ((1, 60), (2, 30))
-    ]
-    (trial / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert search.Search(cast(ToolLine, None), kept, {}, [])._planned_epochs("a", seconds=100.0, images=100) == 32
-
-
 @pytest.mark.slow
 def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, trainings: Trainings) -> None:
     """The test images are no images until all is trained."""

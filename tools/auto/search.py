@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,6 @@ FOR_TRIALS = 1 / 3
 MOST_TRIALS = 3
 FASTER = 1.2
 """Candidates whose speeds differ by a smaller factor than about this are equally fast"""
-PLANNED = 0.8
-"""Fraction of the time left that the epochs of the final run are planned for, since other programs may slow it"""
 NEVER = 1_000_000
 """Epochs between validations of the final run, so that only its end validates"""
 LEAST_SECONDS = 30
@@ -169,7 +166,7 @@ class Search:
         lines = list[str]()
         trials = dict[str, Trial]()
         for number, name in enumerate(content["trials"], start=1):
-            folder = self._trial_folder(name)
+            folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
             if not is_finished(folder):
                 self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
             failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
@@ -251,13 +248,8 @@ class Search:
         how = "with its probe as classifier"
         reports = list[dict[str, Any]]()
         if content["fine_tuned"]:
-            seconds = self.record.left - evaluation - all_features
-            settings = dict[str, Any]()
-            if not is_validated:
-                # It starts with a probe, which takes features of all training images.
-                epochs = self._planned_epochs(name, seconds - all_features, images["train"])
-                settings = {"TRAIN__NUM_EPOCHS": epochs, "VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
-            failure = self._train(name, folder, table, seconds, **settings)
+            validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
+            failure = self._train(name, folder, table, self.record.left - evaluation - all_features, **validate)
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
                 reason = failure or "the time was over before its first update"
@@ -267,19 +259,6 @@ class Search:
             folder = folder.with_name("final-probe")
             table = self._fit_final_probe(name, folder, int((self.record.left - evaluation) / seconds_per_image))
         return self._conclude(folder, table, how, reports, is_validated)
-
-    def _planned_epochs(self, name: str, seconds: float, images: int) -> int:
-        """Return how many epochs of so many images fit into most of the time, at the speed that the trial had.
-
-        The trial has measured longer than TRAIN.NUM_EPOCHS auto does. A few epochs less cost little; a training that is
-        cut while its learning rate is high costs several points.
-        """
-        reports = History.of_run(self._trial_folder(name)).of("train")
-        speed = harmonic_mean(report["perf"]["images_per_second"] for report in reports)
-        return max(1, int(PLANNED * seconds * speed / images))
-
-    def _trial_folder(self, name: str) -> Path:
-        return self.record.folder / "trials" / Contender((Value(name),)).file_name
 
     def _fit_final_probe(self, name: str, folder: Path, images: int) -> Path:
         """Fit the final probe to so many of the training and validation images, and return their table."""

@@ -31,6 +31,7 @@ from tools.common.report_page.evaluations import pictured
 from tools.common.report_page.page import write_template
 from tools.common.turns import progress_bar
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
@@ -43,6 +44,8 @@ PARTS: dict[str, Part] = {"training": "train", "validation": "val", "test": "tes
 """DATA.PART by the title of a split"""
 MOST_SHOWN = 100
 """Pairs with pictures"""
+COLUMNS = ("path", "target", "group", "split")
+"""Columns of a table of images"""
 
 
 class Images:
@@ -112,11 +115,7 @@ class Images:
         The groups of DATA.GROUP, or the single images without it, are joined where images are nearly the same, or as
         similar as edited copies.
         """
-        count = len(self.features)
-        groups = np.arange(count)
-        given_groups = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
-        if given_groups:
-            _, groups = np.unique(given_groups, return_inverse=True)
+        groups, _ = given_groups(self.splits)
         return joined_groups(groups, chain([self.near_pairs().T], self.pairs_alike()))
 
     def most_similar_before(self) -> Nearest:
@@ -132,6 +131,17 @@ class Images:
             is_alike = self.features[first : first + AT_ONCE] @ self.features.T >= self.similarity_of_copies
             row, other = np.nonzero(is_alike)
             yield np.stack([first + row, other])
+
+
+def given_groups(splits: Sequence[Split]) -> tuple[np.ndarray, bool]:
+    """Return the number of each image's group, counted through all splits, and whether DATA.GROUP names the groups.
+
+    Without it, each image is a group of its own.
+    """
+    groups = list(chain.from_iterable(split.samples.groups or () for split in splits))
+    if groups:
+        return np.unique(groups, return_inverse=True)[1], True
+    return np.arange(sum(len(split.samples) for split in splits)), False
 
 
 def joined_groups(groups: np.ndarray, pairs: Iterable[np.ndarray]) -> np.ndarray:
@@ -234,42 +244,50 @@ def _write_groups(images: Images, table: Path) -> None:
             f"{len(groups):,}",
         )
         return
-    data_path = Path(images.data.DATA_PATH or "").expanduser()
-    root = data_path if data_path.is_dir() else data_path.parent
-    columns = ["path", "target", "group"]
-    test_begin = len(groups)
     has_test = len(images.splits) > 2  # training, validation, test
-    if has_test:
-        columns.append("split")
-        test_begin = images.begins[2]
+    test_begin = images.begins[2] if has_test else len(groups)
 
     # The test split stays as it is. Training and validation are split anew from TRAIN, without images like test images.
     like_test = np.isin(groups[:test_begin], groups[test_begin:])
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(columns)
+    rows = []
     images_in_group = Counter[int]()
     for number, group in enumerate(groups.tolist()):
         is_test = number >= test_begin
-        if not is_test and like_test[number]:
-            continue
-        images_in_group[group] += 1
-        row = [os.path.relpath(images.name(number), root), images.label(number), group]
-        if has_test:
-            row.append(TEST if is_test else TRAIN)
-        rows.writerow(row)
+        if is_test or not like_test[number]:
+            images_in_group[group] += 1
+            rows.append((images.name(number), images.label(number), group, TEST if is_test else TRAIN))
     with writing(table, "-alike"):
-        write_atomically(table, text.getvalue())
+        write_table(table, images.data, rows, COLUMNS if has_test else COLUMNS[:3])
 
     # Log what the table is for, and the flags that use it.
     size = counted(max(images_in_group.values()), "image")
-    flags = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {shlex.quote(str(root))} DATA.GROUP=group"
+    root = shlex.quote(str(root_of(images.data)))
+    flags = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {root} DATA.GROUP=group"
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, size)
     if has_test:
         left_out = counted(int(like_test.sum()), "image")
         log.info("it leaves out %s like test images, and keeps test for the end;", left_out)
         flags += " DATA.KEEP_TEST=true"
     log.info("train with %s, and check that split again.", flags)
+
+
+def root_of(data: DataConfig) -> Path:
+    """Return the folder that the paths in a table are relative to."""
+    data_path = Path(data.DATA_PATH or "").expanduser()
+    return data_path if data_path.is_dir() else data_path.parent
+
+
+def write_table(
+    table: Path, data: DataConfig, rows: Iterable[tuple[str, str, object, str]], columns: Sequence[str] = COLUMNS
+) -> None:
+    """Write a table of images. `rows`: path, class, group and split of each image, of which `columns` are written."""
+    root = root_of(data)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for path, *others in rows:
+        writer.writerow([os.path.relpath(path, root), *others][: len(columns)])
+    write_atomically(table, text.getvalue())
 
 
 def _write_list(images: Images, list_file: Path) -> None:

@@ -1,10 +1,7 @@
 """Write a table that divides all images anew into three splits. Images of one thing are in one of them."""
 
-import csv
-import io
-import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -12,18 +9,16 @@ import numpy as np
 
 from datasets.labels import distinct_names, label_words
 from datasets.sources.grouped import images_by_group, subsets_of_groups
-from tools.check_data.alike import Images, is_chain, joined_groups
+from tools.check_data.alike import Images, given_groups, is_chain, joined_groups, root_of, write_table
 from tools.check_data.near import near_pairs
-from tools.check_data.scan import Split, thumbnails_of
+from tools.check_data.scan import Scan, Split, thumbnails_of
 from tools.common.output_file import writing
 from utils.config import Config
-from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import alike_in_words, copies_unknown
 from utils.seeding import generator_of
 from utils.text import counted, some_of
-from vitamp.files import write_atomically
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}
 """Parts in the order of -parts: as the table calls them, and as messages do"""
@@ -40,11 +35,11 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     data = config.DATA
     if any(split.samples.stored != "files" for split in splits):
         raise UserError("-split lists image files, and these images are not files of their own.")
-    groups, joined_by = _groups_of(config, splits)
-
-    # Divide the readable images of all splits, without dividing a group.
     scans = list(chain.from_iterable(split.scans for split in splits))
     readable = np.flatnonzero([not scan.problem for scan in scans])
+    groups, joined_by = _groups_of(config, splits, scans, readable)
+
+    # Divide the readable images of all splits, without dividing a group.
     labels = np.concatenate([split.samples.labels for split in splits])[readable]
     group_of = np.unique(groups[readable], return_inverse=True)[1]
     counts = images_by_group(labels, group_of)
@@ -93,37 +88,17 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     log.info("Train with %s; the end of the run names the command that measures on test.", shlex.join(arguments))
 
 
-def root_of(data: DataConfig) -> Path:
-    """Return the folder that the paths in a table are relative to."""
-    data_path = Path(data.DATA_PATH or "").expanduser()
-    return data_path if data_path.is_dir() else data_path.parent
-
-
-def write_table(table: Path, data: DataConfig, rows: Iterable[tuple[str, str, object, str]]) -> None:
-    """Write a table of images that names splits. `rows`: path, class, group and split of each image."""
-    root = root_of(data)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["path", "target", "group", "split"])
-    for path, target, group, split in rows:
-        writer.writerow([os.path.relpath(path, root), target, group, split])
-    write_atomically(table, text.getvalue())
-
-
-def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str]:
+def _groups_of(
+    config: Config, splits: Sequence[Split], scans: Sequence[Scan], readable: np.ndarray
+) -> tuple[np.ndarray, str]:
     """Return the number of each image's group, and in words what makes images a group.
 
-    Images are counted through all splits.
+    Images are counted through all splits. `readable`: those that can be read.
     """
-    groups = np.arange(sum(len(split.samples) for split in splits))
-    reasons = list[str]()
-    given_groups = list(chain.from_iterable(split.samples.groups or () for split in splits))
-    if given_groups:
-        groups = np.unique(given_groups, return_inverse=True)[1]
-        reasons.append(f"Groups (DATA.GROUP {config.DATA.GROUP})")
-    reasons.append("copies and near copies" if reasons else "Copies and near copies")
-    scans = list(chain.from_iterable(split.scans for split in splits))
-    readable = np.flatnonzero([not scan.problem for scan in scans])
+    groups, are_named = given_groups(splits)
+    reasons = ["Copies and near copies"]
+    if are_named:
+        reasons = [f"Groups (DATA.GROUP {config.DATA.GROUP})", "copies and near copies"]
     first_with_pixels = dict[bytes, int]()
     copies = [(image, first_with_pixels.setdefault(scans[image].same, image)) for image in readable.tolist()]
     near = readable[near_pairs(thumbnails_of([scans[image] for image in readable]))]
@@ -151,13 +126,15 @@ def _groups_of(config: Config, splits: Sequence[Split]) -> tuple[np.ndarray, str
 
 def _classes_missing(labels: np.ndarray, part_of_image: np.ndarray, classes: Sequence[str]) -> str:
     """Name the parts that lack images of a class, with these classes; '' if none does."""
-    several_labels = labels.ndim == 2
+
+    def are_present(chosen: np.ndarray) -> np.ndarray:
+        """Return for each class whether one of the images with the labels `chosen` has it."""
+        return np.any(chosen, 0) if chosen.ndim == 2 else np.isin(np.arange(len(classes)), chosen)
+
     lacking = list[str]()
     for part, title in enumerate(TITLES.values()):
-        chosen = labels[part_of_image == part]
-        present = chosen.any(0) if several_labels else np.isin(np.arange(len(classes)), chosen)
-        everywhere = labels.any(0) if several_labels else np.isin(np.arange(len(classes)), labels)
-        absent = [classes[label] for label in np.flatnonzero(everywhere & ~present).tolist()]
+        is_absent = are_present(labels) & ~are_present(labels[part_of_image == part])
+        absent = [classes[label] for label in np.flatnonzero(is_absent).tolist()]
         if absent:
             lacking.append(f"{title}: {some_of(absent)}")
     return "; ".join(lacking)

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datasets.base import per_channel
 from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
 from engine.checkpoint.restore import load_weights
-from engine.inputs.batches import BatchTransform, TransformedBatch
+from engine.inputs.batches import BatchTransform, TransformedBatch, mean_and_std
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import FORWARD, TEACHER
 from engine.speed.speedup import mix_in
@@ -191,8 +190,8 @@ class Teacher:
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.fingerprint = digest.hexdigest()
         data = config.DATA
-        student_normalisation = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
-        teacher_normalisation = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
+        student_normalisation = mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
+        teacher_normalisation = mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
         student_mean, student_std = student_normalisation
         teacher_mean, teacher_std = teacher_normalisation
         # Undo the student's normalisation and apply the teacher's, in one step.
@@ -216,11 +215,6 @@ class Teacher:
         dtype = self._precision.choice.dtype if in_half else None
         with torch.autocast(images.device.type, dtype, enabled=in_half):
             return self.model(images).float()
-
-
-def _mean_and_std(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Tensor:
-    """Return a tensor with two rows, mean and std, with a column per channel."""
-    return torch.tensor([per_channel(mean, channels), per_channel(std, channels)], dtype=torch.float64)
 
 
 def check_teacher(config: Config) -> None:

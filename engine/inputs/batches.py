@@ -33,24 +33,24 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
     return TransformedBatch(images, labels, labels)
 
 
+def mean_and_std(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Tensor:
+    """Return a tensor with two rows, mean and std, with a column per channel."""
+    return torch.tensor([per_channel(mean, channels), per_channel(std, channels)], dtype=torch.float64)
+
+
 class Inputs(nn.Module):
     """Converts images to normalised floats: (x / 255 - mean) / std.
 
-    With other bits or a DATA.RANGE of low to high, it is ((x - low) / (high - low) - mean) / std. It is computed as
-    x * factor + offset.
+    With other bits or a DATA.RANGE of low to high, it is ((x - low) / (high - low) - mean) / std.
     """
 
     factor: Tensor
     offset: Tensor
 
     def __init__(self, data: DataConfig) -> None:
-        """Compute factor and offset per channel, in fp64, so that x * factor + offset is the normalised image.
-
-        It is ((x - low) / span - mean) / std, where DATA.RANGE is from `low` to `low + span`.
-        """
+        """Compute factor and offset per channel, in fp64, so that x * factor + offset is the normalised image."""
         super().__init__()
-        mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
-        std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
+        mean, std = mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
         self.layout = torch.contiguous_format
         """Memory format of the images: channels_last if SPEED chooses it."""
         shape = (1, -1, 1, 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.measure.meters import seconds_of
 from tests.program import ROOT, Vitamp, last_weights, metrics, save_image
 from utils.config import config_of_run
 from utils.record.history import History
@@ -72,6 +73,9 @@ def test_auto_trains_as_many_epochs_as_fit(vitamp: Vitamp, tiny: Path, tmp_path:
     epochs = found.TRAIN.NUM_EPOCHS
     assert f"TRAIN.NUM_EPOCHS auto: {epochs}, with a warm-up of {epochs / 2:g}" in done.out
     assert epochs / 2 == found.TRAIN.WARMUP_EPOCHS
+    planned = re.search(r"about (\S+) of MAX_TIME 0:03:00", done.out)
+    assert planned is not None
+    assert 60 < seconds_of(planned[1]) <= 135, "three fourths, since other programs may slow a CPU"
     vitamp("-cfg", tiny, "-output", tmp_path / "given", "-epochs", epochs, *words, code=0)
     assert metrics(run) == metrics(tmp_path / "given")
 

@@ -225,7 +225,8 @@ class _Trial:
     config: Config
     train: TrainConfig
     """The settings of the trial, for the most epochs possible"""
-    on_cpu: bool
+    spare: float
+    """Fraction of the time that stays free"""
     began: float = field(default_factory=time.monotonic)
     per_epoch: int = 0
     """Updates per epoch"""
@@ -278,8 +279,7 @@ class _Trial:
 
     def left(self, max_time: float) -> float:
         """Return the seconds that remain for epochs, if the program may run for `max_time` seconds since it began."""
-        spare = SPARE_ON_CPU if self.on_cpu else SPARE
-        left = (1 - spare) * max_time - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
+        left = (1 - self.spare) * max_time - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
         if self.config.MODEL.starts_at_probe:  # the probe computes features of all images once
             left -= self.per_epoch * max(self.paces.values()) + self.validation
         return left
@@ -309,7 +309,8 @@ def settle_epochs(run: Run) -> Run:
 
     # The trial. The run is built again later: it logs these lines itself, and must draw the random numbers of a run
     # without trial.
-    trial = _Trial(config_of_trial, train, run.device.type == "cpu")
+    spare = SPARE_ON_CPU if run.device.type == "cpu" else SPARE
+    trial = _Trial(config_of_trial, train, spare)
     with unheard(), fork_host_rng():
         run_of_trial = replace(run, config=config_of_trial)
         ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, checkpoint=None, dry=True))
@@ -330,11 +331,12 @@ def settle_epochs(run: Run) -> Run:
         for_one = trial.needed(1)
         missing = for_one - left
         # With more time, the trial takes longer, too: hence 1.2. Rounded up to 10 seconds.
-        enough = 10 * math.ceil((max_time + 1.2 * missing) / 10)
+        enough = 10 * math.ceil((max_time + 1.2 * missing / (1 - trial.spare)) / 10)
         raise UserError(
             f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {for_one:.3g} s, "
-            f"and start and end take {max_time - left:.3g} s. -max_time {clock(enough)} would do for one epoch. "
-            "Faster: a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
+            f"and start, end and a reserve take {max_time - left:.3g} s. "
+            f"-max_time {clock(enough)} would do for one epoch. Faster: a smaller model or DATA.IMAGE_SIZE, or "
+            "MODEL.FREEZE=backbone, which trains the classifier alone."
         )
     config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(epochs))
     paces = trial.paces.values()

@@ -341,12 +341,13 @@ def settle_epochs(run: Run) -> Run:
     config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(epochs))
     paces = trial.paces.values()
     log.info(
-        "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s (%s s per update, %.3g s per "
-        "validation)",
+        "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s, of which %.0f %% stay free (%s s "
+        "per update, %.3g s per validation)",
         epochs,
         config.TRAIN.WARMUP_EPOCHS,
         clock(trial.needed(epochs)),
         config.MAX_TIME,
+        100 * spare,
         " to ".join(f"{pace:.3g}" for pace in sorted({min(paces), max(paces)})),
         trial.validation,
     )

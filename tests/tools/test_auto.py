@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,13 +17,15 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import vitamp
-from engine.trained.model import load_trained
+from engine.trained.model import Trained, load_trained
 from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
 from tools.auto import data as tables
+from tools.auto.answer import _recall
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
+from tools.common.evaluation import OneLabel
 from tools.compare.runs import Run, train_run
 from utils.statistics.paired import interval_and_test
 
@@ -224,6 +227,7 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
     else:
         assert f"({images['split']} of {images['final']}, as many as time allows; 3 stay out" in said.out
     assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
+    assert "training was cut" not in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out
 
@@ -299,6 +303,24 @@ def test_a_probe_is_kept_only_if_it_is_better_beyond_chance(tmp_path: Path, righ
     assert record(tmp_path / "out")["fine_tuned"] is not is_kept
     assert lines[-1].endswith("the probe is kept") is is_kept
     assert ("which may be chance; it is fine-tuned" in lines[-1]) is not is_kept
+
+
+@pytest.mark.parametrize("groups", [(), [f"{number // 20}" for number in range(40)]])
+def test_classes_are_named_only_if_they_are_worse_beyond_chance(groups: list[str]) -> None:
+    """Of 20 images each, 19 and 11 are recognised: beyond chance, unless the images of each class are one group."""
+    label = torch.arange(40) // 20
+    guess = torch.where(torch.arange(40).remainder(20) < torch.where(label == 0, 19, 11), label, 1 - label)
+    logits = torch.nn.functional.one_hot(guess, 2).float()
+    names = SimpleNamespace(
+        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=2)), name_of=("ant", "bee").__getitem__
+    )
+    trained = cast(Trained, names)
+    said = _recall(trained, OneLabel.of(trained, [(logits, label)], groups))
+    assert said == (
+        "classes: of none is the recall below top-1 beyond chance"
+        if groups
+        else "classes whose recall is below top-1 beyond chance: bee (55 % of 20 images)"
+    )
 
 
 def test_what_larger_images_bring_is_told_of_one_model() -> None:

@@ -8,13 +8,12 @@ from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
-from tools.common.evaluation import OneLabel, SeveralLabels, evaluation_of, measured, with_bar
+from tools.common.evaluation import OneLabel, measured, with_bar
 from tools.common.tables import in_columns, shown
 from tools.common.trust import doubts_of
 from utils.cli import command_line
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
-from utils.statistics.proportions import wilson
 from utils.text import clock, some_of
 from vitamp.metrics import TOP1
 
@@ -29,7 +28,7 @@ def answer(search: Search) -> list[str]:
     given = command_line({"eval": True}, {"DATA.PART": "test"})
     trained = load_trained(run, given=given)
     test = split_of_run(trained, "test")
-    evaluation = evaluation_of(trained, with_bar(trained, test), test.groups())
+    evaluation = OneLabel.of(trained, with_bar(trained, test), test.groups())
     result, doubts = doubts_of(trained, test, evaluation)
     winner = content["winner"]
     probed_images = write_probed(search.final_table, search.probe_table)
@@ -46,8 +45,8 @@ def answer(search: Search) -> list[str]:
     lines.append(f"  {_recall(trained, evaluation)}")
     if not content["finished"]:
         lines.append(
-            "  Perhaps too low: training was cut while its learning rate was high. The command below that trains it by "
-            "itself has no limit of time; evaluate that model on the test images, too."
+            "  Perhaps too low: training was cut while its learning rate was high. The command below, which trains it "
+            "by itself, comes to the end."
         )
     beside_chance = [doubt for doubt in doubts if doubt.kind != CHANCE]  # of which the interval speaks
     lines += [f"  {doubt.words()}" for doubt in beside_chance[:MOST_DOUBTS]]
@@ -66,16 +65,16 @@ def answer(search: Search) -> list[str]:
     return lines
 
 
-def _recall(trained: Trained, evaluation: OneLabel | SeveralLabels) -> str:
+def _recall(trained: Trained, evaluation: OneLabel) -> str:
     """Return a line about the classes whose recall is below the top-1 beyond chance."""
     lower = []
-    for label, images in enumerate(evaluation.support):
-        recall = float(evaluation.recall[label])
-        if images and wilson(recall, int(images)).high < evaluation.values[TOP1]:
-            lower.append(f"{shown(trained.name_of(label))} {recall:.0f} % of {images} images")
+    for label in evaluation.present:
+        if evaluation.recall_interval(label).high < evaluation.values[TOP1]:
+            name = shown(trained.name_of(label))
+            lower.append(f"{name} ({evaluation.recall[label]:.0f} % of {evaluation.support[label]} images)")
     if not lower:
-        return "recall: of no class lower beyond chance"
-    return f"recall: lower beyond chance of {some_of(lower)}"
+        return "classes: of none is the recall below top-1 beyond chance"
+    return f"classes whose recall is below top-1 beyond chance: {some_of(lower)}"
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

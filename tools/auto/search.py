@@ -201,7 +201,7 @@ class Search:
         equal, differences = separate(hits, first.groups)
         winner = self._fastest_first(equal)[0]
         gain, low, high = trials[winner].gain
-        # Few images do not decide against fine-tuning, which is nearly always better (docs/benchmarks.md).
+        # Few images do not decide against fine-tuning, which was better on nearly all sets measured (docs/auto.md).
         is_fine_tuned = high >= 0
         self.record.save(winner=winner, fine_tuned=is_fine_tuned, validated=False)
         each = "; ".join(f"{name} {candidates[name]['trial']}" for name in trials)
@@ -216,7 +216,7 @@ class Search:
             lines.append(f"  {winner} is the fastest not told apart, and wins; {others} may be as good or better")
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
-            verdict = ", which may be chance; it is fine-tuned, since that is better nearly always"
+            verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
         lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}){verdict}")
         return lines
 

@@ -241,6 +241,14 @@ class OneLabel(Evaluation):
             bins=bins,
         )
 
+    def recall_interval(self, label: int) -> Interval:
+        """Return the 95 % interval of a class's recall."""
+        of_class = (self.rows.label == label).numpy()
+        hit = (self.rows.guess.numpy() == label)[of_class]
+        groups = np.array(self.groups)
+        independent = effective_images(hit, groups[of_class] if len(groups) else ())
+        return wilson(float(self.recall[label]), independent)
+
     @cached_property
     def chance(self) -> Chance:
         """Calibration error that chance alone gives on these images."""

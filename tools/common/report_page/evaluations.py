@@ -31,8 +31,7 @@ from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_probe
-from utils.statistics.groups import effective_images
-from utils.statistics.proportions import Interval, wilson
+from utils.statistics.proportions import Interval
 from utils.text import some_of
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
@@ -117,15 +116,11 @@ def _one_label(trained: Trained, dataset: ImageDataset, _image: str, deciding: M
     evaluation = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
     labels = evaluation.rows.label
     guesses = evaluation.rows.guess
-    groups = np.array(evaluation.groups)
 
     classes = _rows_of_classes(trained, evaluation)
     for row in classes:
         row["mistaken_for"] = evaluation.mistaken_for(trained, row["label"])
-        of_class = (labels == row["label"]).numpy()
-        hit = (guesses[of_class] == row["label"]).numpy()
-        independent = effective_images(hit, groups[of_class] if len(groups) else ())
-        row["recall_interval"] = wilson(row["recall"], independent)
+        row["recall_interval"] = evaluation.recall_interval(row["label"])
     classes.sort(key=lambda row: (row["recall"], row["precision"]))
 
     # Of many classes, the matrix has the most confused ones; of equally confused ones, those with more images.
@@ -149,7 +144,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, _image: str, deciding: M
     headline.remarks = [about_pairs] if about_pairs else []
     return {
         "template": "one.html",
-        "predicted": (labels.numpy(), {"guess": guesses.numpy(), GROUPS: groups}),
+        "predicted": (labels.numpy(), {"guess": guesses.numpy(), GROUPS: np.array(evaluation.groups)}),
         "headline": headline,
         "doubts": found,
         "tiles": _tiles(evaluation),

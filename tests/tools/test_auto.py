@@ -143,6 +143,16 @@ def test_a_folder_becomes_an_evaluated_model(
 
 
 @pytest.mark.slow
+def test_runs_train_in_several_processes(auto: Call, tmp_path: Path) -> None:
+    said = auto("-ngpus", 2)
+    out = tmp_path / "out"
+    for run in (out / "trials" / "test-vit", out / "final"):
+        assert (run / "ranks" / "1.log").exists()
+    assert "no effect" not in said.text
+    assert "train it by itself: python main_multi_gpu.py" in said.out
+
+
+@pytest.mark.slow
 def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, trainings: Trainings) -> None:
     """The test images are no images until all is trained."""
     data, out = tmp_path / "data", tmp_path / "out"
@@ -190,9 +200,13 @@ def test_a_killed_call_goes_on(
 def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
     """Let the runs in these folders fail as one whose time is too short for an epoch."""
 
-    def train(run: Run, *words: str) -> str | None:
+    def train(run: Run, *words: str, several_processes: bool) -> str | None:
         fails = run.folder.name in folders or run.folder.parent.name in folders
-        return "exit code 2: MAX_TIME is too short: 9 s. More would do." if fails else train_run(run, *words)
+        return (
+            "exit code 2: MAX_TIME is too short: 9 s. More would do."
+            if fails
+            else train_run(run, *words, several_processes=several_processes)
+        )
 
     monkeypatch.setattr(search, "train_run", train)
 

@@ -54,7 +54,8 @@ def answer(search: Search) -> list[str]:
     if content["larger_images"]:
         lines.append(content["larger_images"])
     quoted = shlex.quote(f"{run}")
-    repeat = typed("main_single_gpu.py", ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
+    script = "main_multi_gpu.py" if search.several_processes else "main_single_gpu.py"
+    repeat = typed(script, ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
     lines += [
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
         f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "

@@ -10,7 +10,8 @@ compared on validation images; the winner is trained on training and validation 
 test images, which nothing has looked at before.
 
 The same command goes on after an interruption, with the time that is left; -max_time may then be another.
-The flags and settings of main_single_gpu.py are given to all runs. docs/auto.md explains the answer.
+The flags and settings of main_single_gpu.py are given to all runs; with -ngpus N, each trains in N processes.
+docs/auto.md explains the answer.
 
 Exit codes: 0 done, 1 a training failed, 2 an error found before, 130 interrupted.
 """
@@ -47,7 +48,6 @@ REFUSED = {
     "MODEL.NAME": "list models in -weights",
     "MODEL.PRETRAINED": "list weights in -weights",
     "MODEL.RESUME": "leave it out: the same command goes on where it was interrupted",
-    "NGPUS": "leave it out, since each run has one process",
     "TRAIN.NUM_EPOCHS": "give -max_time, into which the epochs are fitted",
 }
 """Settings that the tool makes itself -> what to do instead"""

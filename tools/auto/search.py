@@ -88,6 +88,11 @@ class Search:
         self.final_table = self.record.folder / "final.csv"
         """The same, with most validation images among the training images"""
 
+    @property
+    def several_processes(self) -> bool:
+        """Whether main_multi_gpu.py trains the runs."""
+        return bool(self.line.given_by("NGPUS"))
+
     def probe_all(self) -> list[str]:
         """Compare the candidates by linear probes, the smallest first, as far as a fourth of the time allows.
 
@@ -311,7 +316,8 @@ class Search:
             limit = clock(max(min(seconds, self.record.left), 1))
             words = ["-max_time", limit]
         config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
-        failure = train_run(Run(name, config.SEED, config, folder), *words)
+        run = Run(name, config.SEED, config, folder)
+        failure = train_run(run, *words, several_processes=self.several_processes)
         return failure.partition(". ")[0] if failure else None
 
 

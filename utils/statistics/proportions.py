@@ -29,7 +29,10 @@ def wilson(percent: float, images: float, z: float = Z) -> Interval:
     square = z * z / images  # z**2 / n
     middle = (fraction + square / 2) / (1 + square)
     half_width = math.sqrt(max(fraction * (1 - fraction), 0.0) * square + square * square / 4) / (1 + square)
-    return Interval(100 * max(middle - half_width, 0.0), 100 * min(middle + half_width, 1.0))
+    low = 100 * max(middle - half_width, 0.0)
+    high = 100 * min(middle + half_width, 1.0)
+    # Of 0 or 100 %, one end is the value itself, which rounding may miss.
+    return Interval(min(low, percent), max(high, percent))
 
 
 def wilson_of_variance(fraction: float, variance: float, most_images: float, inflation: float) -> Interval:

@@ -30,11 +30,12 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.benchmark_amp.plan import ratio
 from datasets import EpochOrder, TrainLoader, ValLoader, check_dataset, open_dataset
 from datasets.images import Images
 from datasets.transforms.augment import image_changes
 from tools.common.command_line import PAGES, Tool, tool
-from tools.common.turns import alternating_order, ratio
+from tools.common.turns import alternating_order
 from utils.config.train import TrainConfig
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.base import Encoded, Samples, name_prefix
-from datasets.labels import distinct_names
+from datasets.labels import names_of_classes
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
@@ -273,7 +273,7 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     labels = samples.labels.copy()
     unmatched = {name: row.line for name, row in rows.items()}
     images_by_decision = Counter[str]()
-    name_of = _names_of_labels(samples, data)
+    name_of = dict(enumerate(names_of_classes(samples.classes, samples.labels)))
     label_of = {name: label for label, name in name_of.items()}
     remains = np.ones(len(labels), dtype=bool)
     # Image -> its label, if that is not the label given in the row.
@@ -339,13 +339,6 @@ def _new_labels(row: Row, label_of: Mapping[str, int], data: DataConfig) -> list
             where = f"{data.RELABEL}:{row.line}"
             raise UserError(f"{where}: proposed is {name!r}, which is no class of the data.{closest}")
     return [label_of[name] for name in names]
-
-
-def _names_of_labels(samples: Samples, data: DataConfig) -> dict[int, str]:
-    """Map each label to the name of its class, or to the label as text if classes have no names."""
-    labels = samples.labels
-    largest = labels.shape[1] if data.MULTI_LABEL else int(labels.max(initial=-1)) + 1
-    return dict(enumerate(distinct_names(samples.classes or range(largest))))
 
 
 def _report_relabelled(

@@ -30,6 +30,14 @@ def distinct_names(classes: Iterable[object]) -> list[str]:
     return [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
 
 
+def names_of_classes(names: Sequence[str] | None, labels: np.ndarray) -> list[str]:
+    """Return a different name for each class; without `names`, its label. `labels`: see `Samples.labels`."""
+    if names:
+        return distinct_names(names)
+    classes = labels.shape[1] if labels.ndim == 2 else int(labels.max(initial=-1)) + 1
+    return distinct_names(range(classes))
+
+
 def label_words(label: np.ndarray, classes: Sequence[str]) -> str:
     """Return the name of an image's class, or the names of its several classes, separated by |."""
     class_indices = np.flatnonzero(label).tolist() if label.ndim else [int(label)]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from tools.common.tables import in_columns, rounded
-from tools.common.turns import ratio
 from utils.config import Config, Loaded
 from utils.errors import UserError
 from utils.flags import Flag, whole
@@ -140,6 +139,15 @@ def synthetic(config: Config, updates: int) -> Config:
     samples = (config.TRAIN.GLOBAL_BATCH or config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER) * updates
     data = {"DATASET": "synthetic", "DATA_PATH": None, "SYNTHETIC_TRAIN": samples, "DROP_LAST": True}
     return config.changed(DATA=data)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Format the ratio of two contenders: median, minimum and maximum over the rounds; '-' without a round of both.
+
+    It is computed round by round, so that a slow moment of the machine is in both values.
+    """
+    ratios = [our_value / their_value for our_value, their_value in zip(ours, theirs, strict=False)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
 
 
 class Results(dict[str, Any]):

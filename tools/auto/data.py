@@ -11,7 +11,7 @@ from pathlib import Path
 from datasets import auto_workers, comes_unsplit, source_of
 from datasets.base import Samples
 from datasets.examine.findings import NEAR_OVERLAP, OVERLAP, Split
-from datasets.labels import distinct_names, label_words
+from datasets.labels import label_words, names_of_classes
 from engine.report.trust import UNWARNED, doubts
 from tools.check_data.command import open_splits
 from tools.check_data.findings import find_problems
@@ -78,7 +78,7 @@ def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, ta
     Images that a scan could not read are left out of training and validation.
     """
     part_of = {title: part for part, title in TITLES.items()}
-    classes = distinct_names(splits[0].samples.classes or range(int(splits[0].samples.labels.max()) + 1))
+    classes = names_of_classes(splits[0].samples.classes, splits[0].samples.labels)
     rows = []
     own_group = count()
     for split in [*splits, Split("test", test)]:

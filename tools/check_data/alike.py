@@ -18,7 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from datasets import ImageDataset, comes_unsplit, has_labels, open_dataset, source_of
 from datasets.base import Part
 from datasets.exclude import line_of
-from datasets.labels import ANY_LABEL, distinct_names, label_words
+from datasets.labels import ANY_LABEL, label_words, names_of_classes
 from datasets.sources.split import TEST, TRAIN
 from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, joined, nearest, similarity_of_edited
 from engine.evaluation.features import features_of
@@ -84,7 +84,7 @@ class Images:
         with trained.computing(batch):
             self.similarity_of_copies = similarity_of_edited(trained, validation, mean_of_training, batch)
         self.labels = np.concatenate([split.samples.labels for split in splits])
-        self.classes = distinct_names(splits[0].samples.classes or range(int(self.labels.max()) + 1))
+        self.classes = names_of_classes(splits[0].samples.classes, self.labels)
 
     def name(self, number: int) -> str:
         split, index = self._split_and_index(number)

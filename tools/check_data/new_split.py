@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.labels import distinct_names, label_words
+from datasets.labels import label_words, names_of_classes
 from datasets.sources.grouped import images_by_group, subsets_of_groups
 from tools.check_data.alike import Images, given_groups, is_chain, joined_groups, root_of, write_table
 from tools.check_data.near import near_pairs
@@ -51,7 +51,7 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
 
     # Write the table.
     names = list(chain.from_iterable(map(split.samples.name, range(len(split.samples))) for split in splits))
-    classes = distinct_names(splits[0].samples.classes or range(int(labels.max()) + 1))
+    classes = names_of_classes(splits[0].samples.classes, labels)
     part_names = list(TITLES)
     rows = list[tuple[str, str, object, str]]()
     for image, label, group, part in zip(readable.tolist(), labels, group_of, part_of_image, strict=True):

@@ -12,7 +12,7 @@ import torch
 from datasets import ImageDataset, auto_workers, open_dataset, source_of
 from datasets.base import TITLES, Part, Samples
 from datasets.exclude import line_of, path_in_list
-from datasets.labels import ANY_LABEL, distinct_names, label_words
+from datasets.labels import ANY_LABEL, label_words, names_of_classes
 from engine.evaluation.data import data_for_evaluation
 from engine.trained.model import Trained
 from tools.check_data.near import near_pairs
@@ -199,8 +199,7 @@ def open_images(config: Config, part: Part) -> Images:
 
     # The distinct images, and for each image the place of its original among these.
     distinct, distinct_row = np.unique(original_of, return_inverse=True)
-    class_count = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
-    classes = distinct_names(dataset.classes or range(class_count))
+    classes = names_of_classes(dataset.classes, labels)
     number = f"{len(samples):,}"
     log.info("%s: %s images (%s), %d classes; %s", source_of(data), number, TITLES[part], len(classes), copies)
     return Images(

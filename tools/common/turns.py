@@ -3,7 +3,6 @@
 Measurements alternate so that other load on the machine slows all contenders alike.
 """
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -48,12 +47,3 @@ def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterato
         ordered = items[::-1] if number % 2 else items
         for item in ordered:
             yield this_round, item
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Format the ratio of two contenders: median, minimum and maximum over the rounds; '-' without a round of both.
-
-    It is computed round by round, so that a slow moment of the machine is in both values.
-    """
-    ratios = [our_value / their_value for our_value, their_value in zip(ours, theirs, strict=False)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"

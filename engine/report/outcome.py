@@ -23,6 +23,7 @@ from utils.record.predictions import read_predictions
 from utils.record.run_folder import FOLDS, read_data
 from utils.statistics.classes import BY_CLASS
 from utils.statistics.groups import Groups, effective_images
+from utils.statistics.paired import SIGNIFICANCE
 from utils.statistics.proportions import wilson
 from utils.text import counted, some_of
 from vitamp.metrics import AVERAGE, BALANCED, NO_LABELS, TOP1, Metric, always_guessing, metric_named, set_of
@@ -232,10 +233,12 @@ def strange(
         if doubt not in found:  # two swapped classes have one
             found.append(doubt)
 
-    # Other classes of which not one image is recognised.
+    # Other classes of which not one image is recognised, though they have so many that this is more than chance.
     images = np.bincount(labels)
     recognised = np.bincount(labels[right], minlength=len(images)) > 0
-    never = [label for label in np.flatnonzero((images > 0) & ~recognised).tolist() if label not in mistaken]
+    none_by_chance = (1 - right.mean()) ** images  # probability if the classes are equally hard
+    unexpected = (none_by_chance < SIGNIFICANCE) & ~recognised
+    never = [label for label in np.flatnonzero(unexpected).tolist() if label not in mistaken]
     if never:
         verb = "is" if len(never) == 1 else "are"
         other = "other class" if mistaken else "class"

@@ -270,6 +270,12 @@ def test_only_what_stands_out_is_strange() -> None:
     )
     (never,) = strange(labels, np.ones(60, int), names, None)
     assert never.sentence == "2 classes of 3 are never recognised: a, c", "a model that has learnt nothing"
+    rare = np.repeat([0, 1, 2], [1, 20, 20])
+    recognised = np.where(np.arange(41) % 8, rare, 1)
+    assert not strange(rare, np.where(rare == 0, 1, recognised), names, None), "one image, top-1 90 %"
+    rare[1] = 0
+    (never,) = strange(rare, np.where(rare == 0, 1, recognised), names, None)
+    assert never.sentence == "1 class of 3 is never recognised: a", "two images"
     few = np.repeat([0, 1, 2], [9, 20, 20])
     assert not strange(few, np.where((few == 0) & (np.arange(49) > 0), 1, few), names, None), "too few images"
     two = np.repeat([0, 1], 20)

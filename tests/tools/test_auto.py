@@ -319,21 +319,24 @@ def test_a_probe_is_kept_only_if_it_is_better_beyond_chance(tmp_path: Path, righ
     assert ("which may be chance; it is fine-tuned" in lines[-1]) is not is_kept
 
 
-@pytest.mark.parametrize("groups", [(), [f"{number // 20}" for number in range(40)]])
+@pytest.mark.parametrize("groups", [(), [f"{number // 20}" for number in range(43)]])
 def test_classes_are_named_only_if_they_are_worse_beyond_chance(groups: list[str]) -> None:
-    """Of 20 images each, 19 and 11 are recognised: beyond chance, unless the images of each class are one group."""
-    label = torch.arange(40) // 20
-    guess = torch.where(torch.arange(40).remainder(20) < torch.where(label == 0, 19, 11), label, 1 - label)
-    logits = torch.nn.functional.one_hot(guess, 2).float()
+    """Of 20 images each, 19 and 6 are recognised: beyond chance, unless the images of each class are one group."""
+    label = torch.arange(43) // 20
+    guess = torch.where(torch.arange(43).remainder(20) < torch.where(label == 0, 19, 6), label, 1 - label)
+    guess[40:] = 0  # the three cats are not recognised, either
+    logits = torch.nn.functional.one_hot(guess, 3).float()
     names = SimpleNamespace(
-        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=2)), name_of=("ant", "bee").__getitem__
+        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3)), name_of=("ant", "bee", "cat").__getitem__
     )
     trained = cast(Trained, names)
     said = _recall(trained, OneLabel.of(trained, [(logits, label)], groups))
-    assert said == (
+    words, _, unknown = said.partition("; ")
+    assert unknown == "with fewer than 5 test images, so that nothing is known of them: cat (3)"
+    assert words == (
         "classes: of none is the recall below top-1 beyond chance"
         if groups
-        else "classes whose recall is below top-1 beyond chance: bee (55 % of 20 images)"
+        else "classes whose recall is below top-1 beyond chance: bee (30 % of 20 images)"
     )
 
 

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from engine.report.trust import CHANCE
+from engine.report.trust import CHANCE, FEWEST_COMPARED
 from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
@@ -67,15 +67,24 @@ def answer(search: Search) -> list[str]:
 
 
 def _recall(trained: Trained, evaluation: OneLabel) -> str:
-    """Return a line about the classes whose recall is below the top-1 beyond chance."""
+    """Return a line about the classes whose recall is below the top-1 beyond chance, and those with too few images."""
     lower = []
-    for label in evaluation.present:
-        if evaluation.recall_interval(label).high < evaluation.values[TOP1]:
-            name = shown(trained.name_of(label))
-            lower.append(f"{name} ({evaluation.recall[label]:.0f} % of {evaluation.support[label]} images)")
-    if not lower:
-        return "classes: of none is the recall below top-1 beyond chance"
-    return f"classes whose recall is below top-1 beyond chance: {some_of(lower)}"
+    unknown = []
+    for label in range(len(evaluation.support)):
+        name = shown(trained.name_of(label))
+        images = evaluation.support[label]
+        if images < FEWEST_COMPARED:
+            unknown.append(f"{name} ({images})")
+        elif evaluation.recall_interval(label).high < evaluation.values[TOP1]:
+            lower.append(f"{name} ({evaluation.recall[label]:.0f} % of {images} images)")
+    words = "classes: of none is the recall below top-1 beyond chance"
+    if lower:
+        words = f"classes whose recall is below top-1 beyond chance: {some_of(lower)}"
+    if unknown:
+        words += (
+            f"; with fewer than {FEWEST_COMPARED} test images, so that nothing is known of them: {some_of(unknown)}"
+        )
+    return words
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

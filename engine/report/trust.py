@@ -37,7 +37,7 @@ CHANCE = "chance"
 UNWARNED = ("names", "shortcut")
 """Kinds of doubts that the start of a run does not warn of, since they may be nothing"""
 FEWEST_COMPARED = 5
-"""Top-1 on fewer images than this says nothing."""
+"""Fewer images than this say nothing."""
 
 
 class Splits(NamedTuple):
@@ -169,7 +169,9 @@ def _relatives_in_words(data: Mapping[str, Any], number: int, total: int, images
     `number`: how many have. `total`: of so many. `images`: what they are called.
     """
     alike = data.get("alike") or []
-    if number == 0:  # some may look alike, without being relatives
+    if number == 0:  # some may look alike, without being relatives; a few of them are no reason to doubt
+        if LookAlikes(*alike).images < FEWEST_COMPARED:
+            return ""
         return alike_in_words(alike, f"{images} look like training images")
     has_copies = (data.get("copies") or {}).get("found", 0) > 0
     if may_be_copies(alike) and not has_copies and number <= LookAlikes(*alike).images:

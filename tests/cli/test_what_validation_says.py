@@ -156,6 +156,9 @@ def test_images_with_relatives_in_training_are_measured_apart() -> None:
     looks = doubts({"alike": [2, 140, 1], "images": {"validation": 140}, "related": [0, 1]})
     assert looks[0].sentence == "2 of 140 validation images look like training images, as edited copies do"
     assert looks[0].effect == "Perhaps too high", "nothing is measured yet"
+    no_copies = {"alike": [20, 140, 1, 2, 0], "images": {"validation": 140}}
+    assert doubts(no_copies)[0].sentence.startswith("20 of 140 validation images look like training images, but only 2")
+    assert doubts(no_copies | {"alike": [2, 140, 1, 0, 0]}) == [], "too few to say anything"
 
 
 def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:

@@ -15,7 +15,7 @@ from datasets.examine.trust import Doubt
 from datasets.exclude import path_in_list
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from engine.report.trust import TOO_LOW, Result, Source, Splits, doubts
+from engine.report.trust import FEWEST_COMPARED, TOO_LOW, Result, Source, Splits, doubts
 from utils.config.data import DataConfig
 from utils.program import start_again, tool
 from utils.record.history import History
@@ -237,7 +237,7 @@ def strange(
     images = np.bincount(labels)
     recognised = np.bincount(labels[right], minlength=len(images)) > 0
     none_by_chance = (1 - right.mean()) ** images  # probability if the classes are equally hard
-    unexpected = (none_by_chance < SIGNIFICANCE) & ~recognised
+    unexpected = (images >= FEWEST_COMPARED) & (none_by_chance < SIGNIFICANCE) & ~recognised
     never = [label for label in np.flatnonzero(unexpected).tolist() if label not in mistaken]
     if never:
         verb = "is" if len(never) == 1 else "are"
@@ -245,7 +245,7 @@ def strange(
         counts = f"{counted(len(never), other)} of {np.count_nonzero(images):,} {verb}"
         sentence = f"{counts} never recognised: {some_of([name_of(label) for label in never])}"
         points = -100 * images[never].sum() / len(labels)
-        found.append(Doubt("classes", sentence, points, effect_in_words=TOO_LOW))
+        found.append(Doubt("classes", sentence, points, effect_in_words="Not learnt"))
     return found
 
 

@@ -273,12 +273,12 @@ def test_only_what_stands_out_is_strange() -> None:
     )
     (never,) = strange(labels, np.ones(60, int), names, None)
     assert never.sentence == "2 classes of 3 are never recognised: a, c", "a model that has learnt nothing"
-    rare = np.repeat([0, 1, 2], [1, 20, 20])
-    recognised = np.where(np.arange(41) % 8, rare, 1)
-    assert not strange(rare, np.where(rare == 0, 1, recognised), names, None), "one image, top-1 90 %"
-    rare[1] = 0
-    (never,) = strange(rare, np.where(rare == 0, 1, recognised), names, None)
-    assert never.sentence == "1 class of 3 is never recognised: a", "two images"
+    for images, is_named in ((4, False), (5, True)):
+        rare = np.repeat([0, 1, 2], [images, 20, 20])
+        said = strange(rare, np.where(rare == 0, 1, rare), names, None)
+        assert [doubt.words() for doubt in said] == ["Not learnt: 1 class of 3 is never recognised: a."] * is_named
+        a_third = np.where(np.arange(len(rare)) % 3, 3 - rare, rare)
+        assert not strange(rare, np.where(rare == 0, 2, a_third), names, None), "by chance, if top-1 is 30 %"
     few = np.repeat([0, 1, 2], [9, 20, 20])
     assert not strange(few, np.where((few == 0) & (np.arange(49) > 0), 1, few), names, None), "too few images"
     two = np.repeat([0, 1], 20)

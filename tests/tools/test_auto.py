@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
 from tools.auto import data as tables
-from tools.auto.answer import _recall
+from tools.auto.answer import _classes
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import OneLabel
@@ -110,6 +111,7 @@ def test_a_folder_becomes_an_evaluated_model(
     assert len(metrics(out / "final", "val")) == 1
     assert f"of {len(found['test'])} test images, which decided nothing" in said.out
     assert "always guessing the largest class" in said.out
+    assert re.search(r"balanced accuracy \(all classes weigh alike\) [\d.]+ %", said.out)
     fewer = re.search(
         r"More images: the probe has .* % with (\d+), .* % with (\d+), .* % with (\d+) training", said.out
     )
@@ -194,6 +196,10 @@ def test_a_killed_call_goes_on(
     assert now["seconds_per_trial"] == decided["seconds_per_trial"]
     assert now["seconds"] > decided["seconds"]
     assert metrics(out / "trials" / "test-vit", "val")
+    # A call that is killed writes nothing, but its run has logged: 100 seconds longer.
+    saved = (out / "auto.json").stat().st_mtime
+    os.utime(out / "final" / "log.txt", (saved + 100, saved + 100))
+    assert Record(out, now["asked"], 240).used == pytest.approx(now["seconds"] + 100, abs=20)
     assert "name another -output" in auto("SEED=3", code=2).err
 
 
@@ -330,13 +336,13 @@ def test_classes_are_named_only_if_they_are_worse_beyond_chance(groups: list[str
         config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3)), name_of=("ant", "bee", "cat").__getitem__
     )
     trained = cast(Trained, names)
-    said = _recall(trained, OneLabel.of(trained, [(logits, label)], groups))
+    said = _classes(trained, OneLabel.of(trained, [(logits, label)], groups))
     words, _, unknown = said.partition("; ")
-    assert unknown == "with fewer than 5 test images, so that nothing is known of them: cat (3)"
+    assert unknown == "too few test images to tell: cat (0 of 3 right)"
     assert words == (
-        "classes: of none is the recall below top-1 beyond chance"
+        "classes: none is below top-1 beyond chance"
         if groups
-        else "classes whose recall is below top-1 beyond chance: bee (30 % of 20 images)"
+        else "classes: below top-1 beyond chance: bee (6 of 20 right)"
     )
 
 

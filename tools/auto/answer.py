@@ -15,7 +15,7 @@ from utils.cli import command_line
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock, some_of
-from vitamp.metrics import TOP1
+from vitamp.metrics import BALANCED, TOP1
 
 MOST_DOUBTS = 3
 
@@ -36,20 +36,21 @@ def answer(search: Search) -> list[str]:
     probe_on_test, more_images = probe(probed).on_test()
 
     top1 = measured(result.value, result.interval)
+    balanced = measured(evaluation.values[BALANCED], evaluation.intervals[BALANCED.name])
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval for images like these)",
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights, of "
-        f"{probed_images:,} training images, {probe_on_test}",
+        f"{probed_images:,} training images, {probe_on_test}; balanced accuracy (all classes weigh alike) {balanced}",
     ]
-    lines.append(f"  {_recall(trained, evaluation)}")
+    lines.append(f"  {_classes(trained, evaluation)}")
     if not content["finished"]:
         lines.append(
             "  Perhaps too low: training was cut while its learning rate was high. The command below, which trains it "
             "by itself, comes to the end."
         )
-    beside_chance = [doubt for doubt in doubts if doubt.kind != CHANCE]  # of which the interval speaks
-    lines += [f"  {doubt.words()}" for doubt in beside_chance[:MOST_DOUBTS]]
+    others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # of which lines above speak
+    lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
     lines += ["", *_table(content["candidates"]), "", more_images]
     if content["larger_images"]:
         lines.append(content["larger_images"])
@@ -61,30 +62,27 @@ def answer(search: Search) -> list[str]:
         f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "
         "validation, which has few images",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
-        f"Time: {clock(record.used)} of {clock(record.limit)}",
+        f"Time: {clock(record.used)} of {clock(record.limit)}; the final run leaves some free, lest it be cut",
     ]
     return lines
 
 
-def _recall(trained: Trained, evaluation: OneLabel) -> str:
+def _classes(trained: Trained, evaluation: OneLabel) -> str:
     """Return a line about the classes whose recall is below the top-1 beyond chance, and those with too few images."""
     lower = []
     unknown = []
-    for label in range(len(evaluation.support)):
-        name = shown(trained.name_of(label))
-        images = evaluation.support[label]
+    for label, (right, images) in enumerate(zip(evaluation.right, evaluation.support, strict=True)):
+        words = f"{shown(trained.name_of(label))} ({right} of {images} right)"
         if images < FEWEST_COMPARED:
-            unknown.append(f"{name} ({images})")
+            unknown.append(words)
         elif evaluation.recall_interval(label).high < evaluation.values[TOP1]:
-            lower.append(f"{name} ({evaluation.recall[label]:.0f} % of {images} images)")
-    words = "classes: of none is the recall below top-1 beyond chance"
+            lower.append(words)
+    line = "classes: none is below top-1 beyond chance"
     if lower:
-        words = f"classes whose recall is below top-1 beyond chance: {some_of(lower)}"
+        line = f"classes: below top-1 beyond chance: {some_of(lower)}"
     if unknown:
-        words += (
-            f"; with fewer than {FEWEST_COMPARED} test images, so that nothing is known of them: {some_of(unknown)}"
-        )
-    return words
+        line += f"; too few test images to tell: {some_of(unknown)}"
+    return line
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

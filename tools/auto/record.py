@@ -32,8 +32,18 @@ class Record:
                 raise UserError(f"{folder}: has the results of another command (auto.json); name another -output.")
         elif folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder}: is not empty and has no auto.json; name another -output.")
-        self._seconds_before = self.content["seconds"]
+        self._seconds_before = self.content["seconds"] + self._seconds_after_saving()
         folder.mkdir(parents=True, exist_ok=True)
+
+    def _seconds_after_saving(self) -> float:
+        """Return for how long the runs of an earlier call have logged after the record was written; 0 without any.
+
+        A call that was killed could not write how much time its last run had used.
+        """
+        logged = [log_file.stat().st_mtime for log_file in self.folder.rglob("log.txt")]
+        if not self._file.exists():
+            return 0.0
+        return max(0.0, max(logged, default=0.0) - self._file.stat().st_mtime)
 
     @property
     def used(self) -> float:

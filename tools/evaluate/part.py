@@ -91,7 +91,8 @@ def _model_labels(trained: Trained, dataset: ImageDataset, title: str) -> Tensor
         hint = nearest(unknown[0], model_classes)
         raise UserError(
             f"{title}: {len(unknown)} of its {len(data_classes)} classes are unknown to the model: "
-            f"{some_of(unknown, 10)}.{hint} The model was trained on {some_of(model_classes, 10)}."
+            f"{some_of(unknown, 10)}.{hint} The model was trained on {some_of(model_classes, 10)}. Give data without "
+            "the others, such as a folder of links to these classes."
         )
     repeated = [name for name, count in Counter(model_classes).items() if count > 1 and name in data_classes]
     if repeated:

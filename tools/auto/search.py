@@ -222,7 +222,8 @@ class Search:
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
             verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
-        lines.append(f"  {winner} against its own probe: {gain:+.0f} images ({low:+.0f} to {high:+.0f}){verdict}")
+        change = f"{gain:+.0f} ({low:+.0f} to {high:+.0f})"
+        lines.append(f"  {winner}, images recognised beyond those of its own probe: {change}{verdict}")
         return lines
 
     def _fastest_first(self, names: list[str]) -> list[str]:

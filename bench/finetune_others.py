@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,19 @@ Trained = Callable[[list[Path]], np.ndarray]
 
 def with_fastai(data: Path, weights: Path, task: Row) -> Trained:
     """vision_learner and fine_tune: the head alone for one epoch, then all for the epochs that are asked for."""
-    from fastai.vision.all import (  # pyright: ignore[reportMissingImports]
-        ImageDataLoaders,
-        Resize,
-        aug_transforms,
-        set_seed,
-        vision_learner,
-    )
-
+    vision: Any = import_module("fastai.vision.all")
     size = task["size"]
-    set_seed(task["draw"])
-    loaders = ImageDataLoaders.from_folder(
+    vision.set_seed(task["draw"])
+    loaders = vision.ImageDataLoaders.from_folder(
         data,
         train="train",
         valid="val",
-        item_tfms=Resize(2 * size),
-        batch_tfms=aug_transforms(size=size, min_scale=0.75),
+        item_tfms=vision.Resize(2 * size),
+        batch_tfms=vision.aug_transforms(size=size, min_scale=0.75),
         num_workers=0,
         device=torch.device("cpu"),
     )
-    learner = vision_learner(loaders, task["model"], pretrained_cfg_overlay={"file": f"{weights}"})
+    learner = vision.vision_learner(loaders, task["model"], pretrained_cfg_overlay={"file": f"{weights}"})
     learner.fine_tune(task["epochs"])
 
     def guesses(images: list[Path]) -> np.ndarray:
@@ -73,8 +67,7 @@ def with_fastai(data: Path, weights: Path, task: Row) -> Trained:
 
 
 def with_lightly(data: Path, weights: Path, task: Row) -> Trained:
-    import lightly_train  # pyright: ignore[reportMissingImports]
-
+    lightly_train: Any = import_module("lightly_train")
     size = task["size"]
     backbone = data / "backbone.pt"
     torch.save(load_file(weights), backbone)

@@ -62,7 +62,7 @@ def answer(search: Search) -> list[str]:
         f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "
         "validation, which has few images",
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
-        f"Time: {clock(record.used)} of {clock(record.limit)}; the final run leaves some free, lest it be cut",
+        f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines
 

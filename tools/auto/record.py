@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.machine.stopping import BEGAN
 from utils.errors import UserError
-from utils.log import log, unheard
+from utils.log import LOG, log, unheard
 from utils.record.run_folder import write_json
 from utils.text import clock
 from vitamp.files import read_json, write_atomically
@@ -40,9 +40,9 @@ class Record:
 
         A call that was killed could not write how much time its last run had used.
         """
-        logged = [log_file.stat().st_mtime for log_file in self.folder.rglob("log.txt")]
         if not self._file.exists():
             return 0.0
+        logged = [log_file.stat().st_mtime for log_file in self.folder.rglob(LOG)]
         return max(0.0, max(logged, default=0.0) - self._file.stat().st_mtime)
 
     @property

@@ -28,6 +28,7 @@ from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import OneLabel
 from tools.compare.runs import Run, train_run
+from utils.errors import UserError
 from utils.statistics.paired import interval_and_test
 
 Call = Callable[..., Result]
@@ -201,6 +202,25 @@ def test_a_killed_call_goes_on(
     os.utime(out / "final" / "log.txt", (saved + 100, saved + 100))
     assert Record(out, now["asked"], 240).used == pytest.approx(now["seconds"] + 100, abs=20)
     assert "name another -output" in auto("SEED=3", code=2).err
+
+
+def test_the_time_of_probes_counts_after_a_kill(
+    auto: Call, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = search.probe
+    seconds = []
+
+    def slow_probe(trained: Trained) -> candidates.Probe:
+        seconds.append(record(tmp_path / "out")["seconds"])
+        if len(seconds) == 2:
+            raise UserError("enough")
+        time.sleep(1)
+        return probe(trained)
+
+    monkeypatch.setattr(search, "probe", slow_probe)
+    weights = f"{MODEL}={made / MODEL}.safetensors"
+    auto("-weights", f"{weights},{MODEL}@48={made / MODEL}.safetensors", code=2)
+    assert seconds[1] > seconds[0] + 1
 
 
 def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:

@@ -129,6 +129,7 @@ class Search:
                 "parameters": count_parameters(trained.model)[0],
                 "images_per_second": round(speed, 1),
             }
+            self.record.save()  # the time that is used: features are kept, so that a kill would hide it
         equal, differences = separate(hits, groups)
         words = f"{images:,} training images"
         if images < all_images:

@@ -47,38 +47,14 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
     `path`: the model as the command line names it. Raises UserError if a temperature cannot be fitted or kept.
     """
-    # Check the model and the images.
     file = _file_for(trained)
-    part, notes = open_part(trained, given)
-    images = len(part.dataset)
-    if images < FEWEST:
-        raise UserError(
-            f"-calibrate: {images} images are too few ({part.title}); a temperature needs {FEWEST} or more."
-        )
-    log.setLevel("INFO")
-    log.info("%s: %s", path, trained.chosen.words)
-    log_lines(f"{note}." for note in notes)
-    copies = copies_of_training(trained.config, trained.chosen, part.dataset)
-    if copies is not None:
-        words, percent = copies
-        if percent > MOST_COPIES:
-            raise UserError(f"-calibrate needs images that the model was not trained on: {words}")
-        log.warning("%s", words)
+    part = _open_images(trained, given, path)
     batches = ((logits, part.labels(labels)) for logits, labels in with_bar(trained, part.dataset))
     logits, labels = joined(batches)
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
-
-    # Fit a temperature to all images, and for cross-fitting to each half of them.
     groups = part.dataset.groups()
-    halves = random_halves(len(labels), groups)
-    if not all(map(len, halves)):
-        raise UserError(f"-calibrate: all images of {part.title} are of one group (DATA.GROUP); it needs two or more.")
-    which = f"one half of these {len(labels):,}"
-    fitted = [fit_temperature(logits[half], labels[half], which) for half in halves]
-    of_other_half = torch.empty(len(labels), 1, dtype=torch.float64)
-    for half, temperature_of_other in zip(halves, reversed(fitted), strict=True):
-        of_other_half[half] = temperature_of_other
+    of_halves, of_other_half = _cross_fit(logits, labels, groups, part.title)
     temperature = fit_temperature(logits, labels)
 
     # Measure the model without a temperature, with the new one, by cross-fitting, and with an earlier one.
@@ -90,8 +66,8 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
     before = measure(1.0)
     after = measure(temperature)
-    crossfitted = measure(of_other_half)
-    gain = student_interval_of_images((before.rows.nll - crossfitted.rows.nll).numpy(), groups)
+    cross_fitted = measure(of_other_half)
+    gain = student_interval_of_images((before.rows.nll - cross_fitted.rows.nll).numpy(), groups)
     harm = None
     if chosen.calibration:
         earlier = measure(chosen.calibration.temperature)
@@ -108,31 +84,77 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         precision=trained.precision.name,
         before={"nll": before.nll, "ece": before.ece},
         after={"nll": after.nll, "ece": after.ece},
-        crossfitted={"nll": crossfitted.nll, "ece": crossfitted.ece},
+        crossfitted={"nll": cross_fitted.nll, "ece": cross_fitted.ece},
         input=input_of(trained.config.DATA),
     )
-    table = [
-        ["", "uncalibrated", f"temperature {temperature:.4g}"],
-        ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
-        ["by chance: mean", f"{before.chance.mean:.2f} %", f"{after.chance.mean:.2f} %"],
-        [
-            "by chance: 95 of 100 cases below",
-            f"{before.chance.percentile_95:.2f} %",
-            f"{after.chance.percentile_95:.2f} %",
-        ],
-        ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
-        ["NLL, cross-fitted", f"{before.nll:.4f}", f"{crossfitted.nll:.4f}"],
-    ]
     lines = [trained.words(), f"{part.title}: {len(labels):,} images; calibration in {BINS} bins", ""]
-    lines += in_columns(table)
+    lines += _table(before, after, cross_fitted, temperature)
+    first, second = of_halves
     lines += [
         "Cross-fitted: each half of the images with the temperature of the other half "
-        f"({fitted[0]:.4g} and {fitted[1]:.4g}). "
+        f"({first:.4g} and {second:.4g}). "
         f"Else {temperature:.4g} is measured on the images that it was fitted on, as evaluate.py does. "
         "By chance: the calibration error of a perfectly calibrated model that is as sure, on as many images.",
-        _keep(file, trained.chosen, new, gain, harm),
+        _keep(file, chosen, new, gain, harm),
     ]
     log.info("%s", "\n".join(lines))
+
+
+def _open_images(trained: Trained, given: CommandLine, path: str) -> Part:
+    """Open the images to which a temperature is fitted, and log which these are.
+
+    Raises UserError if they are too few, or if too many of them are training images.
+    """
+    part, notes = open_part(trained, given)
+    images = len(part.dataset)
+    if images < FEWEST:
+        raise UserError(
+            f"-calibrate: {images} images are too few ({part.title}); a temperature needs {FEWEST} or more."
+        )
+    log.setLevel("INFO")
+    log.info("%s: %s", path, trained.chosen.words)
+    log_lines(f"{note}." for note in notes)
+    copies = copies_of_training(trained.config, trained.chosen, part.dataset)
+    if copies is not None:
+        words, percent = copies
+        if percent > MOST_COPIES:
+            raise UserError(f"-calibrate needs images that the model was not trained on: {words}")
+        log.warning("%s", words)
+    return part
+
+
+def _cross_fit(logits: Tensor, labels: Tensor, groups: Sequence[str], title: str) -> tuple[list[float], Tensor]:
+    """Fit a temperature to each of two random halves of the images.
+
+    Returns both, and for each image the one that was fitted to the other half. `title`: of the images, for errors.
+    """
+    halves = random_halves(len(labels), groups)
+    if not all(map(len, halves)):
+        raise UserError(f"-calibrate: all images of {title} are of one group (DATA.GROUP); it needs two or more.")
+    which = f"one half of these {len(labels):,}"
+    fitted = [fit_temperature(logits[half], labels[half], which) for half in halves]
+    of_other_half = torch.empty(len(labels), 1, dtype=torch.float64)
+    for half, temperature_of_other in zip(halves, reversed(fitted), strict=True):
+        of_other_half[half] = temperature_of_other
+    return fitted, of_other_half
+
+
+def _table(before: OneLabel, after: OneLabel, cross_fitted: OneLabel, temperature: float) -> list[str]:
+    """Return the lines of a table of the metrics without a temperature and with it."""
+    return in_columns(
+        [
+            ["", "uncalibrated", f"temperature {temperature:.4g}"],
+            ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
+            ["by chance: mean", f"{before.chance.mean:.2f} %", f"{after.chance.mean:.2f} %"],
+            [
+                "by chance: 95 of 100 cases below",
+                f"{before.chance.percentile_95:.2f} %",
+                f"{after.chance.percentile_95:.2f} %",
+            ],
+            ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
+            ["NLL, cross-fitted", f"{before.nll:.4f}", f"{cross_fitted.nll:.4f}"],
+        ]
+    )
 
 
 def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[int]]:

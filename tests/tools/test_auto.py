@@ -141,8 +141,10 @@ def test_a_folder_becomes_an_evaluated_model(
 
     assert "training was cut" not in said.out
     del decided["stages"]["answer"]
-    (out / "auto.json").write_text(json.dumps(decided | {"finished": False}))
-    assert "Perhaps too low: training was cut while its learning rate was high." in auto("-weights", weights).out
+    for rate, is_said in ((0.05, False), (0.5, True)):
+        (out / "auto.json").write_text(json.dumps(decided | {"rate_at_end": rate}))
+        said_of_cut = "Perhaps too low: training was cut at 50 % of its highest learning rate."
+        assert (said_of_cut in auto("-weights", weights).out) == is_said
 
 
 @pytest.mark.slow

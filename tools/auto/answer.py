@@ -18,6 +18,8 @@ from utils.text import clock, some_of
 from vitamp.metrics import BALANCED, TOP1
 
 MOST_DOUBTS = 3
+HIGH_RATE = 0.1
+"""Fraction of the highest learning rate, above which a training that was cut may have had more to gain"""
 
 
 def answer(search: Search) -> list[str]:
@@ -44,10 +46,11 @@ def answer(search: Search) -> list[str]:
         f"{probed_images:,} training images, {probe_on_test}; balanced accuracy (all classes weigh alike) {balanced}",
     ]
     lines.append(f"  {_classes(trained, evaluation)}")
-    if not content["finished"]:
+    rate_at_end = content["rate_at_end"]
+    if rate_at_end > HIGH_RATE:
         lines.append(
-            "  Perhaps too low: training was cut while its learning rate was high. The command below, which trains it "
-            "by itself, comes to the end."
+            f"  Perhaps too low: training was cut at {100 * rate_at_end:.0f} % of its highest learning rate. "
+            "The command below, which trains it by itself, comes to the end."
         )
     others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # of which lines above speak
     lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]

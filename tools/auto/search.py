@@ -288,12 +288,14 @@ class Search:
         `table`: of its images. `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its
         updates. `is_validated`: whether validation has chosen its best checkpoint.
         """
+        rate_at_end = 0.0
         if is_validated and read_index(folder / CHECKPOINTS)["best"] == folder_name(0):
             how += ", since no epoch was better in validation"
         elif reports:
             how = f"fine-tuned for {counted(reports[-1]['epoch'], 'epoch')}"
             if not is_finished(folder):
                 how += f" of {config_of_run(folder).TRAIN.NUM_EPOCHS}, when the time was over"
+                rate_at_end = reports[-1]["lr"] / max(report["lr"] for report in reports)
         on = "training images alone; validation has chosen the epoch"
         if not is_validated:
             images = _count(table)
@@ -301,7 +303,7 @@ class Search:
             of_all = f" of {all_images:,}, as many as time allows" if images["train"] < all_images else ""
             stay_out = f"{images['val']:,} stay out, and decide nothing"
             on = f"training and validation images ({images['train']:,}{of_all}; {stay_out})"
-        self.record.save(run=f"{folder}", how=how, finished=is_finished(folder))
+        self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
     def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:

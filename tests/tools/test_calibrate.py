@@ -6,7 +6,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.program import Result, Vitamp
 from tools.common.calibration_error import Chance, calibration
 from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
-from tools.evaluate.calibrate import fit_temperature, random_halves
+from tools.evaluate.calibrate import FEWEST, _propose_calibration, fit_temperature, random_halves
 from utils.errors import UserError
 from utils.statistics.differences import student_interval, student_interval_of_images
 from vitamp.metrics import TOP1
@@ -239,6 +240,18 @@ def test_a_large_calibration_error_names_the_remedy(
     assert re.search(r"\nThe calibration error is more than chance explains: .* on 360 images, and up to ", said)
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
     assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"
+
+
+@pytest.mark.parametrize(("images", "is_proposed"), [(FEWEST - 1, False), (FEWEST, True)])
+def test_a_remedy_that_needs_more_validation_images_is_not_named(images: int, is_proposed: bool) -> None:
+    trained = SimpleNamespace(
+        config=SimpleNamespace(DATA=SimpleNamespace(PART="test"), TRAIN=SimpleNamespace(SMOOTHING=0, mixes=False)),
+        chosen=SimpleNamespace(meta={"val_images": images}),
+    )
+    evaluation = SimpleNamespace(rows=SimpleNamespace(confidence=torch.full((80,), 0.9)), values={TOP1: 50.0})
+    how, *proposed = _propose_calibration(cast(Any, trained), cast(Any, evaluation))
+    assert how == "The model is overconfident: mean confidence 90.0 %, top-1 50.0 %."
+    assert [words.startswith("-calibrate, without -part, fits") for words in proposed] == [True] * is_proposed
 
 
 def test_exports_are_calibrated(export_tool: Callable[..., str], run: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tools.common.evaluation import Evaluation, OneLabel, joined, with_bar
 from tools.common.tables import in_columns
 from tools.evaluate.part import Part, open_part
 from utils.cli import CommandLine
-from utils.config import Config
 from utils.errors import UserError
 from utils.log import log, log_lines
 from utils.record.run_folder import write_json
@@ -243,22 +242,25 @@ def about_calibration(trained: Trained, part: Part, evaluation: Evaluation) -> l
     accepted = evaluation.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
     has_large_ece = evaluation.ece > max(LARGE_ECE, evaluation.chance.percentile_95)
     if accepted and has_large_ece and not temperature:
-        sentences += _propose_calibration(trained.config, evaluation)
+        sentences += _propose_calibration(trained, evaluation)
     return sentences
 
 
-def _propose_calibration(config: Config, evaluation: OneLabel) -> list[str]:
-    """Say that the model is too sure, or not sure enough, and that -calibrate may change that."""
+def _propose_calibration(trained: Trained, evaluation: OneLabel) -> list[str]:
+    """Say that the model is too sure, or not sure enough; propose -calibrate, unless it would refuse."""
+    config = trained.config
     confidence = 100 * float(evaluation.rows.confidence.mean())
     accuracy = evaluation.values[TOP1]
     how = "overconfident" if confidence > accuracy else "underconfident"
     has_soft_labels = config.TRAIN.SMOOTHING or config.TRAIN.mixes  # `mixes`: MixUp or CutMix
     because = ", as label smoothing and mixing make it" if confidence < accuracy and has_soft_labels else ""
-    without_part = ", without -part," if config.DATA.PART == "test" else ""  # test images only measure
-    return [
-        f"The model is {how}{because}: mean confidence {confidence:.1f} %, top-1 {accuracy:.1f} %.",
-        f"-calibrate{without_part} fits a temperature, and keeps it if it surely helps.",
-    ]
+    sentences = [f"The model is {how}{because}: mean confidence {confidence:.1f} %, top-1 {accuracy:.1f} %."]
+    what = "fits a temperature, and keeps it if it surely helps."
+    if config.DATA.PART != "test":
+        sentences.append(f"-calibrate {what}")
+    elif trained.chosen.meta.get("val_images", FEWEST) >= FEWEST:  # test images only measure
+        sentences.append(f"-calibrate, without -part, {what}")
+    return sentences
 
 
 def _file_for(trained: Trained) -> Path:

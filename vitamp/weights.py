@@ -87,7 +87,7 @@ class _Calibrations(Fields):
 
 
 FEW_IMAGES = 30
-"""A metric on fewer validation images than this is named with their number."""
+"""Of a metric on fewer validation images than this, only their number is named."""
 
 
 @dataclass(frozen=True)
@@ -266,11 +266,11 @@ def choose_weights(
     words = f"{which.label} weights"
     if why:
         words += f" ({why})"
+    images = meta.get("val_images")
+    if values and isinstance(images, int) and images < FEW_IMAGES:
+        return which, f"{words}, validated on only {images} images"
     if which in values:
         words += f", {metric.words} {metric.number(values[which])}"
-        images = meta.get("val_images")
-        if isinstance(images, int) and images < FEW_IMAGES:
-            words += f" on only {images} validation images"
     for other_set, value in values.items():
         if other_set != which and other_set in available:
             words += f"; {other_set.label}: {metric.number(value)}"

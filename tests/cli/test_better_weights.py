@@ -138,7 +138,7 @@ def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], 
 
 def test_a_metric_on_few_images_is_named_with_their_number() -> None:
     meta: dict[str, Any] = {"metrics": {"acc1": 50.0}, "val_images": 2}
-    assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, top-1 50.00 % on only 2 validation images"
+    assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, validated on only 2 images"
     meta["val_images"] = 200
     assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, top-1 50.00 %"
 

@@ -23,12 +23,12 @@ from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
 from tools.auto import data as tables
-from tools.auto.answer import _classes
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import OneLabel
 from tools.compare.runs import Run, train_run
 from utils.errors import UserError
+from utils.record.folder_lock import FolderLock
 from utils.statistics.paired import interval_and_test
 
 Call = Callable[..., Result]
@@ -138,6 +138,7 @@ def test_a_folder_becomes_an_evaluated_model(
     again = auto("-weights", weights)
     assert trainings.started == []
     assert again.out.splitlines()[-5:] == said.out.splitlines()[-5:]
+    assert "all was done by an earlier call, and is shown again; another -output begins anew" in again.text
 
     assert "training was cut" not in said.out
     del decided["stages"]["answer"]
@@ -329,8 +330,26 @@ def test_candidates_are_separated_beyond_chance() -> None:
     # Six images are beyond chance (p = 0.03) for one comparison, and not for three.
     six = {"best": best, "six": np.arange(100) < 84}
     assert candidates.separate(six, ())[0] == ["best"]
-    others = {"a": best, "b": best}
-    assert "six" in candidates.separate({**six, **others}, ())[0]
+    equal, words = candidates.separate({**six, "a": best, "b": best}, ())
+    assert "six" in equal
+    assert any(re.fullmatch(r"six -6\.0 points \(-\S+ to -\S+\), not told apart \(p = 0\.09\)", one) for one in words)
+
+
+def test_another_command_begins_anew_until_probes_have_decided(tmp_path: Path) -> None:
+    first = Record(tmp_path, {"weights": "wrong"}, 60.0)
+    first.save(stages={"data": []})
+    assert Record(tmp_path, {"weights": "right"}, 60.0).content["stages"] == {}
+    first.save(stages={"data": [], "probes": []})
+    with pytest.raises(UserError, match="has the results of another command"):
+        Record(tmp_path, {"weights": "right"}, 60.0)
+
+
+def test_two_calls_do_not_share_a_folder(auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.record.folder_lock.SECONDS_TO_EXIT", 0.1)
+    with FolderLock() as lock:
+        Record(tmp_path / "out", {}, 60.0, lock)
+        assert "in this folder (pid" in auto(code=2).err
+    assert not (tmp_path / "out" / "auto.json").exists()
 
 
 @pytest.mark.parametrize(("right_by_probe", "is_kept"), [(43, False), (58, True)])
@@ -348,8 +367,8 @@ def test_a_probe_is_kept_only_if_it_is_better_beyond_chance(tmp_path: Path, righ
 
 
 @pytest.mark.parametrize("groups", [(), [f"{number // 20}" for number in range(43)]])
-def test_classes_are_named_only_if_they_are_worse_beyond_chance(groups: list[str]) -> None:
-    """Of 20 images each, 19 and 6 are recognised: beyond chance, unless the images of each class are one group."""
+def test_each_class_has_an_interval_of_its_recall(groups: list[str]) -> None:
+    """Of 20 images each, 19 and 6 are recognised; the images of each class may be one group."""
     label = torch.arange(43) // 20
     guess = torch.where(torch.arange(43).remainder(20) < torch.where(label == 0, 19, 6), label, 1 - label)
     guess[40:] = 0  # the three cats are not recognised, either
@@ -358,14 +377,12 @@ def test_classes_are_named_only_if_they_are_worse_beyond_chance(groups: list[str
         config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3)), name_of=("ant", "bee", "cat").__getitem__
     )
     trained = cast(Trained, names)
-    said = _classes(trained, OneLabel.of(trained, [(logits, label)], groups))
-    words, _, unknown = said.partition("; ")
-    assert unknown == "too few test images to tell: cat (0 of 3 right)"
-    assert words == (
-        "classes: none is below top-1 beyond chance"
-        if groups
-        else "classes: below top-1 beyond chance: bee (6 of 20 right)"
-    )
+    said = "\n".join(OneLabel.of(trained, [(logits, label)], groups).class_table(trained))
+    print(said)
+    bee = re.search(r"bee .* 30\.00 % \((\S+) to (\S+)\) .*ant \(14\)", said)
+    assert bee is not None
+    low, high = map(float, bee.groups())
+    assert (high - low > 80) if groups else (low, high) == pytest.approx((14.55, 51.9), abs=0.01)
 
 
 def test_what_larger_images_bring_is_told_of_one_model() -> None:

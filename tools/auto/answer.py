@@ -3,8 +3,10 @@
 import shlex
 from pathlib import Path
 
-from engine.report.trust import CHANCE, FEWEST_COMPARED
-from engine.trained.model import Trained, load_trained, split_of_run
+import numpy as np
+
+from engine.report.trust import CHANCE
+from engine.trained.model import load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
@@ -15,7 +17,7 @@ from utils.cli import command_line
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock, some_of
-from vitamp.metrics import BALANCED, TOP1
+from vitamp.metrics import BALANCED
 
 MOST_DOUBTS = 3
 HIGH_RATE = 0.1
@@ -45,7 +47,9 @@ def answer(search: Search) -> list[str]:
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights, of "
         f"{probed_images:,} training images, {probe_on_test}; balanced accuracy (all classes weigh alike) {balanced}",
     ]
-    lines.append(f"  {_classes(trained, evaluation)}")
+    absent = [shown(trained.name_of(int(label))) for label in np.flatnonzero(evaluation.support == 0)]
+    if absent:
+        lines.append(f"  no test images of {some_of(absent)}, so that nothing is known of these classes")
     rate_at_end = content["rate_at_end"]
     if rate_at_end > HIGH_RATE:
         lines.append(
@@ -54,43 +58,28 @@ def answer(search: Search) -> list[str]:
         )
     others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # of which lines above speak
     lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
-    lines += ["", *_table(content["candidates"]), "", more_images]
+    lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), "", more_images]
     if content["larger_images"]:
         lines.append(content["larger_images"])
     quoted = shlex.quote(f"{run}")
     script = "main_multi_gpu.py" if search.several_processes else "main_single_gpu.py"
     repeat = typed(script, ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
+    page = f"A page about it: {tool('report')} {quoted} -part test"
+    if not content["validated"]:
+        page += "; without -part test, it is about the run's own validation, which has few images"
     lines += [
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
-        f"A page about it: {tool('report')} {quoted} -part test; without -part test, it is about the run's own "
-        "validation, which has few images",
+        f"Judge it by later images: {tool('evaluate')} {quoted} -dataset imagefolder -data_path LATER",
+        page,
         "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines
 
 
-def _classes(trained: Trained, evaluation: OneLabel) -> str:
-    """Return a line about the classes whose recall is below the top-1 beyond chance, and those with too few images."""
-    lower = []
-    unknown = []
-    for label, (right, images) in enumerate(zip(evaluation.right, evaluation.support, strict=True)):
-        words = f"{shown(trained.name_of(label))} ({right} of {images} right)"
-        if images < FEWEST_COMPARED:
-            unknown.append(words)
-        elif evaluation.recall_interval(label).high < evaluation.values[TOP1]:
-            lower.append(words)
-    line = "classes: none is below top-1 beyond chance"
-    if lower:
-        line = f"classes: below top-1 beyond chance: {some_of(lower)}"
-    if unknown:
-        line += f"; too few test images to tell: {some_of(unknown)}"
-    return line
-
-
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:
     """Return the lines of a table of the candidates."""
-    rows = [["", "probe in folds", "trial in validation", "pixels", "parameters", "predicts images/s"]]
+    rows = [["", "probe in folds", "trial in validation", "pixels", "parameters", "images/s in batches"]]
     for name, about in candidates.items():
         trial = f"{about.get('trial', '-')}"
         numbers = [f"{about[key]:,}" for key in ("parameters", "images_per_second")]

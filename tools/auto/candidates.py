@@ -220,12 +220,13 @@ def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str],
     words = []
     for name in others:
         gain, low, high = agresti_min(hits[name], hits[best], groups)
-        is_worse = mcnemar(hits[name], hits[best], groups) * len(others) < SIGNIFICANCE
+        p_value = min(1.0, mcnemar(hits[name], hits[best], groups) * len(others))
         verdict = "worse beyond chance"
-        if not is_worse:
+        if p_value >= SIGNIFICANCE:
             equal.append(name)
             verdict = "not told apart"
-            high = max(high, 0.0)  # the test is stricter than the interval
+            if high < 0:  # the test is stricter than the interval
+                verdict += f" (p = {p_value:.2f})"
         words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}), {verdict}")
     return equal, words
 

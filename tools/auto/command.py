@@ -24,6 +24,7 @@ from tools.common.command_line import Tool, check_one_process, tool
 from tools.common.output_file import if_interrupted, results_folder
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
+from utils.log import log
 
 OWN = (
     Flag(
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> int:
     from tools.compare.plan import check_given
     from tools.compare.runs import terminating
     from utils.distributed.world import ALONE
+    from utils.record.folder_lock import FolderLock
 
     check_given(line, REFUSED)
     if not line.given_by("MAX_TIME"):
@@ -82,16 +84,18 @@ def main(argv: list[str]) -> int:
     given.pop("MAX_TIME")
     asked = {"data": f"{Path(line.asked.data).absolute()}", "weights": line.asked.weights, "settings": given}
     assert config.MAX_TIME is not None, "checked above"
-    record = Record(out, asked, seconds_of(config.MAX_TIME))
-    search = Search(line, record, candidates, missing)
-    if_interrupted.append("the same command goes on")
-    try:
-        with terminating():
+    with terminating(), FolderLock() as lock:
+        record = Record(out, asked, seconds_of(config.MAX_TIME), lock)
+        search = Search(line, record, candidates, missing)
+        if "answer" in record.content["stages"]:
+            log.info("%s: all was done by an earlier call, and is shown again; another -output begins anew.", out)
+        if_interrupted.append("the same command goes on")
+        try:
             record.stage("data", lambda: divide(config, search.table))
             record.stage("probes", search.probe_all)
             record.stage("trials", search.try_out)
             record.stage("final", search.train_final)
             record.stage("answer", lambda: answer(search))
-    finally:
-        record.save()  # the time that is used, also where this call is interrupted
+        finally:
+            record.save()  # the time that is used, also where this call is interrupted
     return EXIT_DONE

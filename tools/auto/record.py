@@ -9,6 +9,7 @@ from typing import Any
 from engine.machine.stopping import BEGAN
 from utils.errors import UserError
 from utils.log import LOG, log, unheard
+from utils.record.folder_lock import LOCK, FolderLock
 from utils.record.run_folder import write_json
 from utils.text import clock
 from vitamp.files import read_json, write_atomically
@@ -17,23 +18,28 @@ from vitamp.files import read_json, write_atomically
 class Record:
     """The file auto.json in the folder of all results, which is written after each decision."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any], limit: float) -> None:
+    def __init__(self, folder: Path, asked: dict[str, Any], limit: float, lock: FolderLock | None = None) -> None:
         """Read the record of an earlier call with the same words, or begin one.
 
         `asked`: what the command line asks for, without the time. `limit`: seconds that all calls may take together.
+        `lock`: takes the folder, so that no other call uses it meanwhile.
         """
         self.folder = folder
         self.limit = limit
         self._file = folder / "auto.json"
+        if not self._file.exists() and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
+            raise UserError(f"{folder}: is not empty and has no auto.json; name another -output.")
+        folder.mkdir(parents=True, exist_ok=True)
+        if lock is not None:
+            lock.take(folder)
         self.content: dict[str, Any] = {"asked": asked, "seconds": 0.0, "stages": {}}
         if self._file.exists():
-            self.content = read_json(self._file)
-            if self.content.get("asked") != asked:
+            before = read_json(self._file)
+            if before.get("asked") == asked:
+                self.content = before
+            elif "probes" in before.get("stages", {}):
                 raise UserError(f"{folder}: has the results of another command (auto.json); name another -output.")
-        elif folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty and has no auto.json; name another -output.")
         self._seconds_before = self.content["seconds"] + self._seconds_after_saving()
-        folder.mkdir(parents=True, exist_ok=True)
 
     def _seconds_after_saving(self) -> float:
         """Return for how long the runs of an earlier call have logged after the record was written; 0 without any.

@@ -140,7 +140,7 @@ class Search:
 
         lines = [f"Probes: best {equal[0]}, {about[equal[0]]['in_folds']} in {FOLDS} folds of {words}"]
         if differences:
-            lines.append(f"  beside it: {'; '.join(differences)}")
+            lines.append(f"  beside it, as probes: {'; '.join(differences)}")
         not_tried = [f"no time for {name}" for name in no_time]
         if self.missing:
             not_tried.append(f"no weights of {', '.join(self.missing)}, which -weights MODEL=FILE gives")
@@ -194,8 +194,8 @@ class Search:
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=True, validated=True)
-            why = "the fastest that probes do not tell from the best"
-            return [f"Trials: none; {winner}, {why}, is trained once, and validation decides about it", *lines]
+            how = "the fastest of those that probes do not tell apart, is trained once; validation chooses the epoch"
+            return [f"Trials: none; {winner}, {how}", *lines]
         trained, *decided = self._decide(trials, clock(seconds))
         return [trained, *lines, *decided]
 
@@ -214,7 +214,7 @@ class Search:
         images = f"{len(first.is_right):,} validation images"
         if len(trials) > 1:
             images += ", which choose the winner, so that its value may be too high"
-        lines = [f"Trials: {time_of_each} each, one seed, {images}: {each}"]
+        lines = [f"Trials: at most {time_of_each} each, one seed, {images}: {each}"]
         if differences:
             lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
         if len(equal) > 1:
@@ -223,8 +223,8 @@ class Search:
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
             verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
-        change = f"{gain:+.0f} ({low:+.0f} to {high:+.0f})"
-        lines.append(f"  {winner}, images recognised beyond those of its own probe: {change}{verdict}")
+        change = f"{gain:+.0f} of these images ({low:+.0f} to {high:+.0f})"
+        lines.append(f"  {winner} beside its own probe: {change} recognised{verdict}")
         return lines
 
     def _fastest_first(self, names: list[str]) -> list[str]:

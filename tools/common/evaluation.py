@@ -337,7 +337,9 @@ class OneLabel(Evaluation):
         """Return a table of the classes; if there are many, of those with the lowest recall."""
 
         def cells(label: int) -> dict[str, str]:
-            return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
+            recall = measured(float(self.recall[label]), self.recall_interval(label))
+            mistaken = shown(self.mistaken_for(trained, label)) or "-"
+            return {**self._scores(label), "recall": recall, "most often mistaken for": mistaken}
 
         return self._class_table(trained, worst=("recall", self.recall), cells=cells)
 

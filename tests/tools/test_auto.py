@@ -241,13 +241,20 @@ def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_tried", [True, False])
 def test_without_time_for_a_trial_validation_decides_about_the_only_training(
-    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    auto: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: Trainings, is_tried: bool
 ) -> None:
     too_short(monkeypatch, "trials")
+    if not is_tried:
+        monkeypatch.setattr(search, "LEAST_TRIAL", 100)  # of four minutes, a third is less
     out = tmp_path / "out"
     said = auto()
-    assert f"  {MODEL} was not fine-tuned in 0:00:40: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
+    if is_tried:
+        assert f"  {MODEL} was not fine-tuned in 0:00:40: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
+    else:
+        assert f"  not tried, since the fastest come first: {MODEL}; -max_time 0:05:00 with another" in said.out
+        assert trainings.started == ["final"]
     assert "on training images alone; validation has chosen the epoch" in said.out
     assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
     assert len(metrics(out / "final", "val")) > 1

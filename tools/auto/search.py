@@ -164,7 +164,7 @@ class Search:
         content = self.record.content
         if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
             available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
-            most = min(MOST_TRIALS, max(1, int(available / LEAST_TRIAL)))
+            most = min(MOST_TRIALS, int(available / LEAST_TRIAL))
             chosen = self._fastest_first(content["equal"])[:most]
             # A single one is only compared with its own probe.
             self.record.save(trials=chosen, seconds_per_trial=available / max(len(chosen), 2))
@@ -186,11 +186,10 @@ class Search:
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
+            lines.append(f"  not tried, since the fastest come first: {', '.join(skipped)}")
             needed = LEAST_TRIAL / FOR_TRIALS * min(MOST_TRIALS, len(content["equal"]))
-            more_time = ""
             if needed > self.record.limit:
-                more_time = f"; -max_time {clock(needed)} with another -output has room for more"
-            lines.append(f"  not fine-tuned, since the fastest come first: {', '.join(skipped)}{more_time}")
+                lines[-1] += f"; -max_time {clock(needed)} with another -output has room for more"
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=True, validated=True)

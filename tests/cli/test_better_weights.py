@@ -136,7 +136,7 @@ def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], 
     assert choose_weights(meta, SETS, "auto")[1] == words
 
 
-def test_a_metric_on_few_images_is_named_with_their_number() -> None:
+def test_few_validation_images_are_named_without_their_metric() -> None:
     meta: dict[str, Any] = {"metrics": {"acc1": 50.0}, "val_images": 2}
     assert choose_weights(meta, SETS[:1], "auto")[1] == "plain weights, validated on only 2 images"
     meta["val_images"] = 200

@@ -79,7 +79,7 @@ def test_a_report_without_images_is_an_error_and_replaces_no_page(
     change_settings(run, {"DATA.DATA_PATH": f"{tmp_path / 'gone'}"})
     done = vitamp(run, "-trust", script=report, code=2)
     assert f"-data_path): {tmp_path / 'gone'} does not exist." in done.err
-    assert "lacks its predictions. -data_path names moved images, evaluate.py judges others" in done.err
+    assert "lacks its predictions. -data_path names moved images; for others, use evaluate.py" in done.err
     assert "could not be evaluated" in page.read_text()
     shutil.copytree(project / "own", moved)
     vitamp(run, "-trust", "-data_path", moved, script=report, code=0)

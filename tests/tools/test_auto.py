@@ -254,7 +254,7 @@ def test_without_time_for_a_trial_validation_decides_about_the_only_training(
     if is_tried:
         assert f"  {MODEL} was not fine-tuned in 0:00:40: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
     else:
-        assert f"  not tried, since the fastest come first: {MODEL}; -max_time 0:05:00 with another" in said.out
+        assert f"  not tried, since there is too little time: {MODEL}; -max_time 0:05:00 with another" in said.out
         assert trainings.started == ["final"]
     assert "on training images alone; validation has chosen the epoch" in said.out
     assert f"DATASET: csv:{out / 'split.csv'}" in (out / "final" / "config.yaml").read_text()
@@ -386,7 +386,6 @@ def test_each_class_has_an_interval_of_its_recall(groups: list[str]) -> None:
     )
     trained = cast(Trained, names)
     said = "\n".join(OneLabel.of(trained, [(logits, label)], groups).class_table(trained))
-    print(said)
     bee = re.search(r"bee .* 30\.00 % \((\S+) to (\S+)\) .*ant \(14\)", said)
     assert bee is not None
     low, high = map(float, bee.groups())

@@ -286,7 +286,7 @@ def test_what_cannot_be_calibrated_is_refused(
     lone = Path(shutil.copytree(next((run / "checkpoints").glob("step-*")), tmp_path / "lone"))
     for model, words, wanted in (
         (run, ("-tta", "flip"), "-tta: does not go with -calibrate"),
-        (run, ("-part", "train"), "has images that the model was trained on"),
+        (run, ("-part", "train"), "the model was trained on these images"),
         (lone, (), "is not in a run's folder"),
     ):
         done = say(model, "-calibrate", *words, code=2)

@@ -218,7 +218,7 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
         ((digits_run, "DEVICE=mps"), "-device mps: this machine has no mps device"),
         ((digits_run, "-knn", "-part", "train"), "-knn learns from the training images, so it needs others"),
-        ((digits_run, "-calibrate", "DATA.PART=train"), "is surer of than of others"),
+        ((digits_run, "-calibrate", "DATA.PART=train"), "is surer of them than of others"),
         ((digits_run, "-knn", "-calibrate"), "-calibrate: does not go with -knn"),
         ((digits_run, "-pool", "mean"), "-pool mean: chooses the features that -knn and -probe use"),
         ((digits_run, "-knn", "-pool", "patches"), "-pool"),

@@ -56,7 +56,7 @@ def answer(search: Search) -> list[str]:
             f"  Perhaps too low: training was cut at {100 * rate_at_end:.0f} % of its highest learning rate. "
             "The command below, which trains it by itself, comes to the end."
         )
-    others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # of which lines above speak
+    others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # which interval and table show
     lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
     lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), "", more_images]
     if content["larger_images"]:

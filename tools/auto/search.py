@@ -40,7 +40,7 @@ NEVER = 1_000_000
 LEAST_SECONDS = 30
 """Seconds that all but probes and trials takes at least"""
 LEAST_TRIAL = 60
-"""Seconds per trial below which fewer candidates are tried"""
+"""Seconds per trial below which fewer candidates are tried, or none"""
 PASSES_OF_TEST = 8
 """The evaluation takes a model about as long as features of so many times the test images"""
 
@@ -186,10 +186,12 @@ class Search:
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
-            lines.append(f"  not tried, since the fastest come first: {', '.join(skipped)}")
+            reason = "the fastest come first" if content["trials"] else "there is too little time"
             needed = LEAST_TRIAL / FOR_TRIALS * min(MOST_TRIALS, len(content["equal"]))
+            more_time = ""
             if needed > self.record.limit:
-                lines[-1] += f"; -max_time {clock(needed)} with another -output has room for more"
+                more_time = f"; -max_time {clock(needed)} with another -output has room for more"
+            lines.append(f"  not tried, since {reason}: {', '.join(skipped)}{more_time}")
         if not trials:
             winner = self._fastest_first(content["equal"])[0]
             self.record.save(winner=winner, fine_tuned=True, validated=True)

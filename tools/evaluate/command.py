@@ -395,8 +395,8 @@ def _check(line: command_line.ToolLine, features_flag: str) -> None:
         line.refuse(("tta", "json", "no_calibration"), message)  # with the name of the flag for {}
         if part in command_line.MEMORISED:  # train or all
             raise UserError(
-                f"-part {part}: has images that the model was trained on, and is surer of than of others; -calibrate "
-                "needs val or test. For other data, leave -part out."
+                f"-part {part}: of the run's data, the model was trained on these images, and is surer of them than "
+                "of others; -calibrate needs val or test. For other data, leave -part out."
             )
 
     # Settings beside a run, which has its own, and the files of the models

@@ -146,7 +146,9 @@ def _intervals_of(
     return "Lines: mean.", intervals
 
 
-ADVICE = "-data_path names moved images, evaluate.py judges others; -no_predictions writes a page without predictions."
+ADVICE = (
+    "-data_path names moved images; for others, use evaluate.py. -no_predictions writes a page without predictions."
+)
 MOST_LINKS = 3
 """Most links to images that show a doubt"""
 MOST_SKIPS = 20

@@ -150,6 +150,16 @@ def visible_devices(config: Config) -> int:
     return config.NGPUS
 
 
+def each_device(config: Config) -> list[str | None]:
+    """Return for each process of `visible_devices` the CUDA_VISIBLE_DEVICES that shows it one GPU; None on a CPU."""
+    processes = visible_devices(config)
+    if not visible_gpus(config):
+        return [None] * processes
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = variable.split(",") if variable else [f"{number}" for number in range(processes)]
+    return list(names[:processes])
+
+
 def why_one_process(config: Config) -> str:
     """Say for the log why main_multi_gpu.py starts only one process."""
     if config.NGPUS == 1:

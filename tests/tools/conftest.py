@@ -35,7 +35,8 @@ class Trainings:
     def __init__(self, streams: Path) -> None:
         self.streams, self.started = streams, list[str]()
 
-    def start(self, command: list[str], output: IO[bytes]) -> FromServer:
+    def start(self, command: list[str], output: IO[bytes], gpu: str | None = None) -> FromServer:
+        assert gpu is None, "tests train on a CPU"
         self.started.append(Path(command[command.index("-output") + 1]).name)
         return FromServer(command, output, self.streams)
 

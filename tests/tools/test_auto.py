@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGINT
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import vitamp
+from engine.machine.device import each_device
 from engine.trained.model import Trained, load_trained
 from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
@@ -26,7 +28,8 @@ from tools.auto import data as tables
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.evaluation import OneLabel
-from tools.compare.runs import Run, train_run
+from tools.compare.runs import Run, train_together
+from utils.config import Config
 from utils.errors import UserError
 from utils.record.folder_lock import FolderLock
 from utils.statistics.paired import interval_and_test
@@ -160,6 +163,56 @@ def test_runs_train_in_several_processes(auto: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_several_devices_take_trials_side_by_side(
+    auto: Call, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: Trainings
+) -> None:
+    weights = ",".join(f"{MODEL}@{size}={made / MODEL}.safetensors" for size in (48, 64, 80))
+    words = ("-weights", weights, "-ngpus", 2)
+    signals = list[int]()
+
+    def start(command: list[str], output: IO[bytes], gpu: str | None) -> SimpleNamespace:
+        """A trial, while which auto.py gets Ctrl-C."""
+        process = trainings.start(command, output, gpu)
+
+        def wait() -> int:
+            if not signals:
+                raise KeyboardInterrupt
+            return process.wait()
+
+        return SimpleNamespace(wait=wait, send_signal=signals.append)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tools.compare.runs.start", start)
+        auto(*words, code=130)
+    assert signals == [SIGINT, SIGINT], "one Ctrl-C ends both trials"
+    said = auto(*words)
+    first, second, third, *_ = trainings.started
+    assert [{first, second}, third] == [{"test-vit-48", "test-vit-64"}, "test-vit-80"], "each once"
+    assert record(tmp_path / "out")["seconds_per_trial"] == pytest.approx(240 / 3 / 2, abs=1), "three take two turns"
+    trials = tmp_path / "out" / "trials"
+    assert not list(trials.glob("*/ranks/1.log")), "each trial has one process"
+    assert (tmp_path / "out" / "final" / "ranks" / "1.log").exists() or "final-probe" in said.out
+    assert re.search(r"Trials: .*test_vit@48 .*; test_vit@64 .*; test_vit@80 ", said.out) is not None
+
+
+def test_each_trial_sees_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert each_device(Config()) == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    config = Config().changed(NGPUS=2)
+    assert each_device(config) == ["4", "5"]
+    assert each_device(config.changed(DEVICE="cpu")) == [None, None]
+
+    program = tmp_path / "main_single_gpu.py"
+    program.write_text("import os\nprint('error: sees', os.environ['CUDA_VISIBLE_DEVICES'])\nraise SystemExit(2)\n")
+    monkeypatch.setattr("tools.compare.runs.ROOT", tmp_path)
+    runs = [Run(name, 0, Config(), tmp_path / name) for name in ("a", "b")]
+    assert train_together(runs, gpus=each_device(config)) == ["exit code 2: sees 4", "exit code 2: sees 5"]
+
+
+@pytest.mark.slow
 def test_test_images_are_read_at_the_end_alone(auto: Call, tmp_path: Path, trainings: Trainings) -> None:
     """The test images are no images until all is trained."""
     data, out = tmp_path / "data", tmp_path / "out"
@@ -230,15 +283,13 @@ def test_the_time_of_probes_counts_after_a_kill(
 def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
     """Let the runs in these folders fail as one whose time is too short for an epoch."""
 
-    def train(run: Run, *words: str, several_processes: bool) -> str | None:
-        fails = run.folder.name in folders or run.folder.parent.name in folders
-        return (
-            "exit code 2: MAX_TIME is too short: 9 s. More would do."
-            if fails
-            else train_run(run, *words, several_processes=several_processes)
-        )
+    def train(runs: list[Run], *words: str, **how: Any) -> list[str | None]:
+        (run,) = runs
+        if run.folder.name in folders or run.folder.parent.name in folders:
+            return ["exit code 2: MAX_TIME is too short: 9 s. More would do."]
+        return train_together(runs, *words, **how)
 
-    monkeypatch.setattr(search, "train_run", train)
+    monkeypatch.setattr(search, "train_together", train)
 
 
 @pytest.mark.slow

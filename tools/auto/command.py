@@ -10,7 +10,8 @@ compared on validation images; the winner is trained on training and validation 
 test images, which nothing has looked at before.
 
 The same command goes on after an interruption, with the time that is left; -max_time may then be another.
-The flags and settings of main_single_gpu.py are given to all runs; with -ngpus N, each trains in N processes.
+The flags and settings of main_single_gpu.py are given to all runs. With -ngpus N, up to N of the comparing runs train
+side by side, and the last one trains in N processes.
 docs/auto.md explains the answer.
 
 Exit codes: 0 done, 1 a training failed, 2 an error found before, 130 interrupted.
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     check_one_process("auto.py")
 
-    from engine.machine.device import pick_device
+    from engine.machine.device import each_device, pick_device
     from engine.measure.meters import seconds_of
     from tools.auto.answer import answer
     from tools.auto.candidates import ON_CPU, ON_GPU, find_candidates
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> int:
     is_cpu = pick_device(device, ALONE).type == "cpu"
     candidates, missing = find_candidates(line.asked.weights, ON_CPU if is_cpu else ON_GPU)
     config = next(iter(candidates.values())).load(line)
+    devices = each_device(config) if line.given_by("NGPUS") else [None]
     out = results_folder(line.asked.output).resolve()
     given = {key: f"{value}" for key, (value, _) in line.run.flags.items()} | line.run.words
     given.pop("MAX_TIME")
@@ -86,7 +88,7 @@ def main(argv: list[str]) -> int:
     assert config.MAX_TIME is not None, "checked above"
     with terminating(), FolderLock() as lock:
         record = Record(out, asked, seconds_of(config.MAX_TIME), lock)
-        search = Search(line, record, candidates, missing)
+        search = Search(line, record, candidates, missing, devices)
         if "answer" in record.content["stages"]:
             log.info("%s: all was done by an earlier call, and is shown again; another -output begins anew.", out)
         if_interrupted.append("the same command goes on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.evaluation.linear import FOLDS
+from engine.machine.device import threads_of
 from models.parts import count_parameters
 from tools.auto.candidates import Candidate, accuracy, build, gain_of_sizes, probe, separate
 from tools.auto.data import read_table, write_final, write_probed
@@ -19,8 +21,9 @@ from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
 from tools.compare.plan import Contender, Value
-from tools.compare.runs import Run, train_run
+from tools.compare.runs import Run, train_together
 from utils.config import config_of_run
+from utils.distributed.world import World
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
@@ -33,6 +36,7 @@ FOR_PROBES = 1 / 4
 FOR_TRIALS = 1 / 3
 """Fractions of the whole time"""
 MOST_TRIALS = 3
+"""Candidates that are fine-tuned, unless there are more devices"""
 FASTER = 1.2
 """Candidates whose speeds differ by a smaller factor than about this are equally fast"""
 NEVER = 1_000_000
@@ -79,6 +83,8 @@ class Search:
     """By name, the smallest first"""
     missing: list[str]
     """Models whose weights cannot be had"""
+    devices: Sequence[str | None] = (None,)
+    """For each device that takes part, the value of CUDA_VISIBLE_DEVICES; None on a CPU, and without -ngpus"""
 
     def __post_init__(self) -> None:
         self.table = self.record.folder / "split.csv"
@@ -90,8 +96,8 @@ class Search:
 
     @property
     def several_processes(self) -> bool:
-        """Whether main_multi_gpu.py trains the runs."""
-        return bool(self.line.given_by("NGPUS"))
+        """Whether main_multi_gpu.py trains the final run, and a trial that is alone."""
+        return len(self.devices) > 1
 
     def probe_all(self) -> list[str]:
         """Compare the candidates by linear probes, the smallest first, as far as a fourth of the time allows.
@@ -160,25 +166,37 @@ class Search:
             )
 
     def try_out(self) -> list[str]:
-        """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins."""
+        """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins.
+
+        Several devices take one each.
+        """
         content = self.record.content
+        at_once = len(self.devices)
         if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
             available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
-            most = min(MOST_TRIALS, int(available / LEAST_TRIAL))
+            most = min(max(MOST_TRIALS, at_once), at_once * int(available / LEAST_TRIAL))
             chosen = self._fastest_first(content["equal"])[:most]
-            # A single one is only compared with its own probe.
-            self.record.save(trials=chosen, seconds_per_trial=available / max(len(chosen), 2))
+            turns = math.ceil(len(chosen) / at_once)
+            if len(chosen) < 2:  # a single one is only compared with its own probe
+                turns = 2
+            self.record.save(trials=chosen, seconds_per_trial=available / turns)
         seconds = content["seconds_per_trial"]
+        names = content["trials"]
+        folder_of = {name: self.record.folder / "trials" / Contender((Value(name),)).file_name for name in names}
+        each_alone = at_once > 1 and len(names) > 1
+        failure_of = dict[str, str | None]()
+        for start in range(0, len(names), at_once):
+            folders = {name: folder_of[name] for name in names[start : start + at_once]}
+            if not all(map(is_finished, folders.values())):
+                numbers = " and ".join(f"{start + place}" for place in range(1, len(folders) + 1))
+                self.record.say(f"  trial {numbers} of {len(names)}: {', '.join(folders)}, {clock(seconds)}")
+            failure_of |= self._train(folders, self.table, seconds, each_alone, DATA__CHECK="off")
         lines = list[str]()
         trials = dict[str, Trial]()
-        for number, name in enumerate(content["trials"], start=1):
-            folder = self.record.folder / "trials" / Contender((Value(name),)).file_name
-            if not is_finished(folder):
-                self.record.say(f"  trial {number} of {len(content['trials'])}: {name}, {clock(seconds)}")
-            failure = self._train(name, folder, self.table, seconds, DATA__CHECK="off")
+        for name, folder in folder_of.items():
             trial = Trial.of_run(folder)
             if trial is None:
-                reason = failure or "no epoch ended in time"
+                reason = failure_of[name] or "no epoch ended in time"
                 lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
                 continue
             trials[name] = trial
@@ -257,7 +275,8 @@ class Search:
         reports = list[dict[str, Any]]()
         if content["fine_tuned"]:
             validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
-            failure = self._train(name, folder, table, self.record.left - evaluation - all_features, **validate)
+            seconds = self.record.left - evaluation - all_features
+            failure = self._train({name: folder}, table, seconds, **validate)[name]
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
                 reason = failure or "the time was over before its first update"
@@ -276,7 +295,7 @@ class Search:
             if not table.exists():
                 write_probed(self.final_table, table, max(images, _count(self.probe_table)["train"]))
         no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
-        failure = self._train(name, folder, table, None, **no_epochs)
+        failure = self._train({name: folder}, table, None, **no_epochs)[name]
         if failure:
             raise TrainingError(f"The final run failed: {failure}")
         return table
@@ -307,23 +326,38 @@ class Search:
         self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
-    def _train(self, name: str, folder: Path, table: Path, seconds: float | None, **more: Any) -> str | None:
-        """Train a run of a candidate, or go on with it, for at most so many seconds; None: without a limit.
+    def _train(
+        self, folders: Mapping[str, Path], table: Path, seconds: float | None, each_alone: bool = False, **more: Any
+    ) -> dict[str, str | None]:
+        """Train runs of candidates, or go on with them, for at most so many seconds; None: without a limit.
 
-        `more`: settings, as for `Candidate.load`. Returns in a sentence why it failed; None if it did not, or has
-        finished before.
+        `folders`: of each candidate. `each_alone`: whether each has one of the devices; else the only one has all.
+        `more`: settings, as for `Candidate.load`. Returns for each in a sentence why it failed; None if it did not, or
+        has finished before.
         """
-        if is_finished(folder):
-            return None
         limit = None
         words = list[str]()
         if seconds is not None:
             limit = clock(max(min(seconds, self.record.left), 1))
             words = ["-max_time", limit]
-        config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
-        run = Run(name, config.SEED, config, folder)
-        failure = train_run(run, *words, several_processes=self.several_processes)
-        return failure.partition(". ")[0] if failure else None
+        runs = list[Run]()
+        for name, folder in folders.items():
+            if is_finished(folder):
+                continue
+            config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
+            if each_alone:
+                processes = len(self.devices)
+                threads = threads_of(config, World(size=processes, local_size=processes))
+                config = config.changed(NGPUS=1, THREADS=threads)
+            runs.append(Run(name, config.SEED, config, folder))
+        gpus = self.devices if each_alone else [None]
+        several_processes = self.several_processes and not each_alone
+        failures = train_together(runs, *words, several_processes=several_processes, gpus=gpus[: len(runs)])
+        failure_of = dict[str, str | None].fromkeys(folders)
+        for run, failure in zip(runs, failures, strict=True):
+            if failure is not None:
+                failure_of[run.contender] = failure.partition(". ")[0]
+        return failure_of
 
 
 def _count(table: Path) -> Counter[str]:

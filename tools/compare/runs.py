@@ -142,12 +142,18 @@ class Terminated(KeyboardInterrupt):
     exit_code = EXIT_STOPPED
 
 
-def start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a run in a session of its own, so that Ctrl-C reaches this process, which forwards it once."""
+def start(command: list[str], output: IO[bytes], gpu: str | None = None) -> subprocess.Popen[bytes]:
+    """Start a run in a session of its own, so that Ctrl-C reaches this process, which forwards it once.
+
+    `gpu`: the only one that it sees, as a value of CUDA_VISIBLE_DEVICES; None leaves the variable as it is.
+    """
     script, *words = command
+    environment = as_child()
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     return subprocess.Popen(
         [sys.executable, str(ROOT / script), *words],
-        env=as_child(),
+        env=environment,
         stdout=output,
         stderr=output,
         start_new_session=True,
@@ -249,48 +255,75 @@ def train_run(run: Run, *arguments: str, several_processes: bool = False) -> str
 
     `arguments` are added to its command line. `several_processes`: whether main_multi_gpu.py trains it.
     """
+    (failure,) = train_together([run], *arguments, several_processes=several_processes)
+    return failure
+
+
+def train_together(
+    runs: Sequence[Run],
+    *arguments: str,
+    several_processes: bool = False,
+    gpus: Sequence[str | None] = (None,),
+) -> list[str | None]:
+    """Train or resume runs at the same time. Returns for each the reason if it fails, else None.
+
+    As for `train_run`. `gpus`: for each run the only one that it sees, as for `start`.
+    """
+    script = "main_multi_gpu.py" if several_processes else "main_single_gpu.py"
+    processes = list[subprocess.Popen[bytes]]()
+    with contextlib.ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in runs]
+        try:
+            for run, output, gpu in zip(runs, outputs, gpus, strict=True):
+                processes.append(start([script, *_arguments_of(run), *arguments], output, gpu))
+            codes = [process.wait() for process in processes]
+        except KeyboardInterrupt as error:
+            _forward_signal(processes, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+            raise
+        return [_why_failed(code, output) for code, output in zip(codes, outputs, strict=True)]
+
+
+def _arguments_of(run: Run) -> list[str]:
+    """Write the settings file of a run, unless it is there, and return the arguments that train or resume it."""
     if not run.settings_file.exists():  # `check_runs` of a later command compares its settings with this file
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run.settings_file, redacted(f"{run.title}\n{to_yaml(run.config)}"))
-    script = "main_multi_gpu.py" if several_processes else "main_single_gpu.py"
-    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
-    command += arguments
+    arguments = ["-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
     # The file has no passwords, which URLs may contain. So settings with a password are arguments of each start.
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
-    command += [text for text in texts if redacted(text) != text]
-    with tempfile.TemporaryFile() as output:
-        process = start(command, output)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt as error:
-            _forward_signal(process, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
-            raise
-        if not code:
-            return None
-        # The reason is the last error that the run printed, or else its last line.
-        output.seek(0)
-        lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        reasons = errors or lines or ["no output"]
-        return f"exit code {code}: {reasons[-1]}"
+    return arguments + [text for text in texts if redacted(text) != text]
 
 
-def _forward_signal(process: subprocess.Popen[bytes], signal_number: int) -> None:
-    """Send a signal to a run, which then saves and exits, and wait for that. A second Ctrl-C makes it exit at once."""
-    process.send_signal(signal_number)
+def _why_failed(code: int, output: IO[bytes]) -> str | None:
+    """Return the last error that a run printed, or else its last line; None with exit code 0."""
+    if not code:
+        return None
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reasons = errors or lines or ["no output"]
+    return f"exit code {code}: {reasons[-1]}"
+
+
+def _forward_signal(processes: Sequence[subprocess.Popen[bytes]], signal_number: int) -> None:
+    """Send a signal to runs, which then save and exit, and wait for that. A second Ctrl-C makes them exit at once."""
+    for process in processes:
+        process.send_signal(signal_number)
     while True:
         try:
-            process.wait()
+            for process in processes:
+                process.wait()
             return
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+            for process in processes:
+                process.send_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
 def terminating() -> Iterator[None]:
     """Raise `Terminated` on SIGTERM inside the context. It is a KeyboardInterrupt, as Ctrl-C raises.
 
-    `train_run`, which waits for the run in progress, catches it and forwards the signal to that run.
+    `train_together`, which waits for the runs in progress, catches it and forwards the signal to them.
     """
 
     def handle(_number: int, _frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ timm has lines of flags. The learning rate is chosen for each line and each set;
 - bce: advised with binary cross-entropy. timm's author has it in "ResNet strikes back" (arXiv 2110.00476), for training
   from scratch.
 - muon: plain with Muon, for training from scratch.
+- muon_aa: the same with AutoAugment, at the rate that was best for Muon with fewer epochs.
 - tutorial: what PyTorch's tutorial on transfer learning has, with its learning rate.
 
 Mixup and CutMix are off in all lines, as in ConvNeXt's fine-tuning, whose classifier starts near zero, too. timm's
@@ -78,6 +79,14 @@ class Backbone(NamedTuple):
     """timm's learning rates that are always tried"""
 
 
+SMALL_VIT = (
+    "--crop-pct 1.0 --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 --amp --amp-dtype bfloat16"
+    " --model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4"
+)
+AS_SMALL_IMAGES = (
+    "-b 32 --drop-path 0.1 --model-ema --model-ema-decay 0.998 --model-ema-warmup --scale 0.6 1.0 --hflip 0"
+)
+"""What configs/small_images.yaml sets, as timm's flags"""
 BACKBONES = {
     "lite0": Backbone(
         "configs/finetune.yaml -pretrained {weights} -model tf_efficientnet_lite0",
@@ -98,13 +107,16 @@ BACKBONES = {
         "--pretrained --pretrained-path {weights} -b 16",
         grid=(1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4),
     ),
-    # Without weights, smaller than in the recipe; timm's crops are those of the recipe.
+    # Without weights, smaller than in the recipe, and of its size.
     "scratch": Backbone(
         "configs/small_images.yaml MODEL.EMBED_DIM=64 MODEL.DEPTH=4 MODEL.NUM_HEADS=2",
-        "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=64 depth=4 num_heads=2"
-        " --crop-pct 1.0 --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 --amp --amp-dtype bfloat16",
-        "-b 32 --warmup-epochs 5 --drop-path 0.1 --model-ema --model-ema-decay 0.998 --model-ema-warmup"
-        " --scale 0.6 1.0 --hflip 0",
+        f"{SMALL_VIT} embed_dim=64 depth=4 num_heads=2",
+        f"{AS_SMALL_IMAGES} --warmup-epochs 5",
+    ),
+    "small_images": Backbone(
+        "configs/small_images.yaml",
+        f"{SMALL_VIT} embed_dim=128 depth=6 num_heads=4",
+        f"{AS_SMALL_IMAGES} --warmup-epochs 10",
     ),
 }
 LINES = {
@@ -113,10 +125,11 @@ LINES = {
     "own_head": "--head-init-scale 1",
     "bce": "--layer-decay 0.8 --model-ema --model-ema-warmup --bce-loss",
     "muon": "--opt muon",
+    "muon_aa": "--opt muon --aa original",
     "tutorial": "--opt momentum --weight-decay 0 --sched step --decay-epochs 7 --decay-rate 0.1 --warmup-epochs 0"
     " --clip-grad 1e9 --scale 0.08 1.0 --smoothing 0 --head-init-scale 1 -b 4",
 }
-RATES = {"tutorial": 1e-3}
+RATES = {"tutorial": 1e-3, "muon_aa": 1e-2}
 """Lines with a learning rate of their own"""
 VITAMP = "vitamp"
 CHOSEN = "best in draw 0"

@@ -124,6 +124,7 @@ def test_a_folder_becomes_an_evaluated_model(
     assert all_images == len(final["train"])
     assert [half, fourth] == pytest.approx([all_images / 2, all_images / 4], abs=2)
     assert re.search(rf"Larger images: .* {MODEL}@48 .* against {MODEL}\.", said.out)
+    assert "Labels: too few of the training images look wrong to tell from chance" in said.out
     assert (out / "answer.txt").read_text().splitlines()[-12:] == said.out.splitlines()[-12:]
 
     printed = re.search(r"train it by itself: python (\S+) (.*) -output NEW", said.out)
@@ -150,6 +151,23 @@ def test_a_folder_becomes_an_evaluated_model(
         words = auto("-weights", weights).out
         assert ("Perhaps too low: training was cut" in words) == is_said
         assert ("cut at 50 % of its highest learning rate." in words) == is_said
+
+
+@pytest.mark.slow
+def test_wrong_labels_are_counted(auto: Call, tmp_path: Path, vitamp: Vitamp) -> None:
+    write_images(tmp_path / "data", images=300)
+    for number in range(30):  # each into the folder of the next class
+        path = tmp_path / "data" / CLASSES[number % 3] / f"0_{number}.png"
+        path.rename(path.parent.parent / CLASSES[(number + 1) % 3] / path.name)
+    said = auto(data=tmp_path / "data")
+    printed = re.search(
+        r"Labels: (\d+) labels look wrong; .* python \S+ (-cfg \S+) -output labels lists them", said.out
+    )
+    assert printed is not None
+    count, words = printed.groups()
+    assert 10 <= int(count) <= 30, "of about 25 among the training images"
+    listed = vitamp(*words.split(), "-output", tmp_path / "labels", script="scripts/check_labels.py", code=0)
+    assert "Nothing found" not in listed.out
 
 
 @pytest.mark.slow

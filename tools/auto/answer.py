@@ -6,18 +6,23 @@ from pathlib import Path
 import numpy as np
 
 from engine.report.trust import CHANCE
-from engine.trained.model import load_trained, split_of_run
+from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
+from tools.check_labels.methods import ByFeatures
+from tools.check_labels.search import find_suspects
+from tools.check_labels.searched_images import open_images
 from tools.common.evaluation import OneLabel, measured, with_bar
 from tools.common.tables import in_columns, shown
 from tools.common.trust import doubts_of
 from utils.cli import command_line
+from utils.errors import UserError
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
 from utils.text import clock, some_of
 from vitamp.metrics import BALANCED
+from vitamp.pooling import pool_of
 
 MOST_DOUBTS = 3
 HIGH_RATE = 0.1
@@ -38,6 +43,7 @@ def answer(search: Search) -> list[str]:
     probed_images = write_probed(search.final_table, search.probe_table)
     probed, _ = build(search.candidates[winner].load(search.line, search.probe_table))
     probe_on_test, more_images = probe(probed).on_test()
+    labels = _doubtful_labels(probed, run / CONFIG)
 
     top1 = measured(result.value, result.interval)
     balanced = measured(evaluation.values[BALANCED], evaluation.intervals[BALANCED.name])
@@ -61,6 +67,7 @@ def answer(search: Search) -> list[str]:
     lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), "", more_images]
     if content["larger_images"]:
         lines.append(content["larger_images"])
+    lines += labels
     quoted = shlex.quote(f"{run}")
     script = "main_multi_gpu.py" if search.several_processes else "main_single_gpu.py"
     repeat = typed(script, ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
@@ -75,6 +82,23 @@ def answer(search: Search) -> list[str]:
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines
+
+
+def _doubtful_labels(probed: Trained, config: Path) -> list[str]:
+    """Search the labels of the probe's training images, and return a line; none if too little is recognised for that.
+
+    `config`: a file of settings, with which check_labels.py lists them.
+    """
+    images = open_images(probed.config, "train")
+    method = ByFeatures(probed, pool_of(probed.model))
+    try:
+        result = find_suspects(images, method, probed.config.SEED)
+    except UserError:
+        return []
+    if not result.verdict.clear:
+        return ["Labels: too few of the training images look wrong to tell from chance, which proves none right."]
+    *_, verdict = result.words()
+    return [f"Labels: {verdict} {tool('check_labels')} -cfg {shlex.quote(f'{config}')} -output labels lists them."]
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

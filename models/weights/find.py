@@ -167,7 +167,7 @@ def local_weights(source: str) -> WeightFiles | None:
     is_bare_name = path.name == source and not path.name.endswith(ENDINGS)
     if is_bare_name:  # neither folder nor extension, so a name of timm's may have been meant
         suggestion = similar_models(source, timm.list_pretrained())
-        raise UserError(f"MODEL.PRETRAINED '{source}': not a file or folder, and not a timm model.{suggestion}")
+        raise UserError(f"Pretrained weights '{source}': not a file or folder, and not a timm model.{suggestion}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")

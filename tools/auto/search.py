@@ -166,37 +166,17 @@ class Search:
             )
 
     def try_out(self) -> list[str]:
-        """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins.
-
-        Several devices take one each.
-        """
+        """Fine-tune the candidates that probes do not tell apart for equal times, and decide which one wins."""
         content = self.record.content
-        at_once = len(self.devices)
         if "trials" not in content:  # otherwise, an earlier call was interrupted in its trials
-            available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
-            most = min(max(MOST_TRIALS, at_once), at_once * int(available / LEAST_TRIAL))
-            chosen = self._fastest_first(content["equal"])[:most]
-            turns = math.ceil(len(chosen) / at_once)
-            if len(chosen) < 2:  # a single one is only compared with its own probe
-                turns = 2
-            self.record.save(trials=chosen, seconds_per_trial=available / turns)
+            self._plan_trials()
         seconds = content["seconds_per_trial"]
-        names = content["trials"]
-        folder_of = {name: self.record.folder / "trials" / Contender((Value(name),)).file_name for name in names}
-        each_alone = at_once > 1 and len(names) > 1
-        failure_of = dict[str, str | None]()
-        for start in range(0, len(names), at_once):
-            folders = {name: folder_of[name] for name in names[start : start + at_once]}
-            if not all(map(is_finished, folders.values())):
-                numbers = " and ".join(f"{start + place}" for place in range(1, len(folders) + 1))
-                self.record.say(f"  trial {numbers} of {len(names)}: {', '.join(folders)}, {clock(seconds)}")
-            failure_of |= self._train(folders, self.table, seconds, each_alone, DATA__CHECK="off")
         lines = list[str]()
         trials = dict[str, Trial]()
-        for name, folder in folder_of.items():
+        for name, (folder, failure) in self._train_trials(content["trials"], seconds).items():
             trial = Trial.of_run(folder)
             if trial is None:
-                reason = failure_of[name] or "no epoch ended in time"
+                reason = failure or "no epoch ended in time"
                 lines.append(f"  {name} was not fine-tuned in {clock(seconds)}: {reason}")
                 continue
             trials[name] = trial
@@ -205,7 +185,7 @@ class Search:
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
             reason = "the fastest come first" if content["trials"] else "there is too little time"
-            needed = LEAST_TRIAL / FOR_TRIALS * min(MOST_TRIALS, len(content["equal"]))
+            needed = LEAST_TRIAL / FOR_TRIALS * self._turns(min(self._most_trials, len(content["equal"])))
             more_time = ""
             if needed > self.record.limit:
                 more_time = f"; -max_time {clock(needed)} with another -output has room for more"
@@ -217,6 +197,41 @@ class Search:
             return [f"Trials: none; {winner}, {how}", *lines]
         trained, *decided = self._decide(trials, clock(seconds))
         return [trained, *lines, *decided]
+
+    @property
+    def _most_trials(self) -> int:
+        return max(MOST_TRIALS, len(self.devices))
+
+    def _turns(self, trials: int) -> int:
+        """Return how many of these trials follow one another, since each device takes one at a time."""
+        return math.ceil(trials / len(self.devices))
+
+    def _plan_trials(self) -> None:
+        """Decide which candidates are fine-tuned, and for how long."""
+        available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
+        most = min(self._most_trials, len(self.devices) * int(available / LEAST_TRIAL))
+        chosen = self._fastest_first(self.record.content["equal"])[:most]
+        turns = self._turns(len(chosen))
+        if len(chosen) < 2:  # a single one is only compared with its own probe
+            turns = 2
+        self.record.save(trials=chosen, seconds_per_trial=available / turns)
+
+    def _train_trials(self, names: list[str], seconds: float) -> dict[str, tuple[Path, str | None]]:
+        """Train the trials of candidates, and return the folder of each, and why it failed, if it did.
+
+        Several devices take one trial each; a trial that is alone has all of them.
+        """
+        at_once = len(self.devices)
+        each_alone = at_once > 1 and len(names) > 1
+        folder_of = {name: self.record.folder / "trials" / Contender((Value(name),)).file_name for name in names}
+        failure_of = dict[str, str | None]()
+        for start in range(0, len(names), at_once):
+            folders = {name: folder_of[name] for name in names[start : start + at_once]}
+            if not all(map(is_finished, folders.values())):
+                numbers = " and ".join(f"{start + place}" for place in range(1, len(folders) + 1))
+                self.record.say(f"  trial {numbers} of {len(names)}: {', '.join(folders)}, {clock(seconds)}")
+            failure_of |= self._train(folders, self.table, seconds, each_alone, DATA__CHECK="off")
+        return {name: (folder_of[name], failure_of[name]) for name in names}
 
     def _decide(self, trials: dict[str, Trial], time_of_each: str) -> list[str]:
         """Decide which of the fine-tuned candidates wins, and whether it is fine-tuned or keeps its probe."""

@@ -157,7 +157,7 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         (f"{SIZES}=[[0,32],[300,64]]", "below TRAIN.NUM_EPOCHS 300"),
         (f"{SIZES}=[[0,32],[0,64]]", "each later start above the previous one"),
         (f"{SIZES}=[[0,32,64]]", "list of lists of two numbers"),
-        ("MAX_TIME=90", "MAX_TIME: expected a time as HH:MM:SS, such as 11:30:00 or null, got 90."),
+        ("MAX_TIME=90", "MAX_TIME: expected a time as HH:MM:SS, such as 0:30:00 or null, got 90."),
         ("MAX_TIME=1:60:00", "MAX_TIME: expected a time"),
         ("TRAIN.OPTIMIZER.BETAS=[0.9,1]", "TRAIN.OPTIMIZER.BETAS: expected list of two numbers >= 0 and < 1"),
         ("TRAIN.CUTMIX_MINMAX=[0.8,0.2]", "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the smallest and the largest"),

@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.report.trust import CHANCE
 from engine.trained.model import Trained, load_trained, split_of_run
-from tools.auto.candidates import build, probe
+from tools.auto.candidates import Help, build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
 from tools.check_labels.methods import ByFeatures
@@ -20,11 +20,15 @@ from utils.cli import command_line
 from utils.errors import UserError
 from utils.program import tool, typed
 from utils.record.run_folder import CONFIG
-from utils.text import clock, some_of
+from utils.text import clock, counted, some_of
 from vitamp.metrics import BALANCED
 from vitamp.pooling import pool_of
 
 MOST_DOUBTS = 3
+APART = 1.0
+"""Points between top-1 and balanced accuracy, from which on both are shown"""
+USUAL_EPOCHS = 20
+"""Epochs of configs/finetune.yaml; with fewer, more time may help"""
 HIGH_RATE = 0.1
 """Fraction of the highest learning rate, above which a training that was cut may have had more to gain"""
 
@@ -43,16 +47,18 @@ def answer(search: Search) -> list[str]:
     probed_images = write_probed(search.final_table, search.probe_table)
     probed, _ = build(search.candidates[winner].load(search.line, search.probe_table))
     probe_on_test, more_images = probe(probed).on_test()
-    labels = _doubtful_labels(probed, run / CONFIG)
 
     top1 = measured(result.value, result.interval)
-    balanced = measured(evaluation.values[BALANCED], evaluation.intervals[BALANCED.name])
+    balanced = evaluation.values[BALANCED]
     lines = [
         f"Answer: {winner}, {content['how']}: top-1 {top1} of {len(test):,} test images, which decided "
         "nothing (in brackets: 95 % interval for images like these)",
         f"  beside it: always guessing the largest class {result.guess:.2f} %; the probe of these weights, of "
-        f"{probed_images:,} training images, {probe_on_test}; balanced accuracy (all classes weigh alike) {balanced}",
+        f"{probed_images:,} training images, {probe_on_test}",
     ]
+    if abs(balanced - result.value) >= APART:
+        interval = evaluation.intervals[BALANCED.name]
+        lines.append(f"  where all classes weigh alike (balanced accuracy): {measured(balanced, interval)}")
     absent = [shown(trained.name_of(int(label))) for label in np.flatnonzero(evaluation.support == 0)]
     if absent:
         lines.append(f"  no test images of {some_of(absent)}, so that nothing is known of these classes")
@@ -64,30 +70,32 @@ def answer(search: Search) -> list[str]:
         )
     others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # which interval and table show
     lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
-    lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), "", more_images]
-    if content["larger_images"]:
-        lines.append(content["larger_images"])
-    lines += labels
+    lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), ""]
+    helps = [*more_images, *(Help(*one) for one in content["larger_images"])]
+    if helps:
+        lines.append("What may help, by what it brought to probes; fine-tuning may gain less, or more:")
+        lines += [f"  {help_.words}" for help_ in sorted(helps, reverse=True)]
+    if 0 < content["epochs"] < USUAL_EPOCHS:
+        epochs = counted(content["epochs"], "epoch")
+        lines.append(f"More time may help, too: it was trained for {epochs}, and {USUAL_EPOCHS} are usual.")
+    settings = shlex.quote(f"{run / CONFIG}")
+    lines += _doubtful_labels(probed, f"-cfg {settings} -dataset csv:{shlex.quote(f'{search.probe_table}')}")
     quoted = shlex.quote(f"{run}")
     script = "main_multi_gpu.py" if search.several_processes else "main_single_gpu.py"
-    repeat = typed(script, ["-cfg", f"{run / CONFIG}", "MAX_TIME=null", "-output", "NEW"])
-    page = f"A page about it: {tool('report')} {quoted} -part test"
-    if not content["validated"]:
-        page += "; without -part test, it is about the run's own validation, which has few images"
     lines += [
-        f"Use it: {tool('predict')} {quoted} IMAGE.jpg; train it by itself: {repeat}",
+        f"Use it: {tool('predict')} {quoted} IMAGE.jpg",
         f"Judge it by later images: {tool('evaluate')} {quoted} -dataset imagefolder -data_path LATER",
-        page,
-        "Not tried: other seeds, learning rates and augmentations. With another seed, another candidate may win.",
+        f"See its mistakes: {tool('report')} {quoted} -part test",
+        f"Train it by itself: {typed(script, ['-cfg', f'{run / CONFIG}', 'MAX_TIME=null', '-output', 'NEW'])}",
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines
 
 
-def _doubtful_labels(probed: Trained, config: Path) -> list[str]:
+def _doubtful_labels(probed: Trained, words: str) -> list[str]:
     """Search the labels of the probe's training images, and return a line; none if too little is recognised for that.
 
-    `config`: a file of settings, with which check_labels.py lists them.
+    `words`: of a command of check_labels.py that searches the same images.
     """
     images = open_images(probed.config, "train")
     method = ByFeatures(probed, pool_of(probed.model))
@@ -96,9 +104,9 @@ def _doubtful_labels(probed: Trained, config: Path) -> list[str]:
     except UserError:
         return []
     if not result.verdict.clear:
-        return ["Labels: too few of the training images look wrong to tell from chance, which proves none right."]
+        return ["Labels: no evidence of wrong ones among the training images."]
     *_, verdict = result.words()
-    return [f"Labels: {verdict} {tool('check_labels')} -cfg {shlex.quote(f'{config}')} -output labels lists them."]
+    return [f"Labels: {verdict} {tool('check_labels')} {words} -output labels lists them."]
 
 
 def _table(candidates: dict[str, dict[str, str | int | float]]) -> list[str]:

@@ -104,7 +104,10 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str
         assert files is not None, "downloaded"
         size = sum(path.stat().st_size for path in files.files)
         name = named if named not in found else word.strip()
-        found[name] = Candidate(model, weights, image_size, size)
+        candidate = Candidate(model, weights, image_size, size)
+        if candidate in found.values():
+            raise UserError(f"-weights {word}: is listed twice.")
+        found[name] = candidate
     if not found:
         raise UserError(
             f"No pretrained weights: {', '.join(missing)} are not on this machine and cannot be fetched. Give weights "
@@ -112,6 +115,19 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str
         )
     smallest_first = sorted(found, key=lambda name: (found[name].bytes, found[name].image_size.zfill(9)))
     return {name: found[name] for name in smallest_first}, missing
+
+
+class Help(NamedTuple):
+    """What has brought a probe so many points here, and may bring more of them."""
+
+    points: float
+    words: str
+
+    @classmethod
+    def of(cls, what: str, gain: tuple[float, float, float], where: str) -> Help:
+        """`gain`: as a fraction, with the ends of its interval."""
+        value, low, high = (100 * fraction for fraction in gain)
+        return cls(value, f"{what}: {value:+.1f} points ({low:+.1f} to {high:+.1f}) {where}")
 
 
 @dataclass
@@ -128,8 +144,11 @@ class Probe:
     def pool(self) -> str:
         return pool_of(self.trained.model)
 
-    def on_test(self) -> tuple[str, str]:
-        """Return the accuracy on test images, in words, and a line about classifiers fitted to fewer images."""
+    def on_test(self) -> tuple[str, list[Help]]:
+        """Return the accuracy on test images, in words, and what the last doubling of training images has brought.
+
+        The latter is missing if they are too few to halve them.
+        """
         classifiers = {len(self.is_right): self.classifier}  # number of training images -> classifier fitted to them
         rows = np.arange(len(self.is_right))
         try:
@@ -145,13 +164,10 @@ class Probe:
         found = accuracy(hits[len(self.is_right)], test.groups)
         *fewer, all_images = sorted(hits)
         if not fewer:
-            return found, "More images: too few to see what half of them would have brought."
-        gain, low, high = agresti_min(hits[all_images], hits[fewer[-1]], test.groups)
+            return found, []
         steps = ", ".join(f"{100 * hits[size].mean():.1f} % with {size:,}" for size in sorted(hits))
-        return found, (
-            f"More images: the probe has {steps} training images. The last doubling brought {100 * gain:+.1f} points "
-            f"({100 * low:+.1f} to {100 * high:+.1f}) in the same test images; the next is not measured."
-        )
+        gain = agresti_min(hits[all_images], hits[fewer[-1]], test.groups)
+        return found, [Help.of("more images", gain, f"in the last doubling of training images: {steps}")]
 
     def _half(self, rows: np.ndarray) -> tuple[np.ndarray, Classifier]:
         """Return half of these training images, and a classifier that is fitted to them.
@@ -231,20 +247,18 @@ def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str],
     return equal, words
 
 
-def gain_of_sizes(hits: Mapping[str, np.ndarray], groups: Groups, candidates: Mapping[str, Candidate]) -> str:
-    """Return a line about what larger images brought to probes of the same model; empty without two sizes of one.
+def gain_of_sizes(hits: Mapping[str, np.ndarray], groups: Groups, candidates: Mapping[str, Candidate]) -> list[Help]:
+    """Return what larger images brought to probes of the same model; nothing without two sizes of one.
 
     `hits`: as for `separate`, the candidates with the smallest images first.
     """
-    words = []
+    found = list[Help]()
     smaller = dict[tuple[str, str], str]()  # model and weights -> the candidate before with these
     for name in hits:
         candidate = candidates[name]
         before = smaller.get((candidate.model, candidate.weights))
         if before is not None:
-            gain, low, high = agresti_min(hits[name], hits[before], groups)
-            words.append(f"{name} {100 * gain:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) against {before}")
+            gain = agresti_min(hits[name], hits[before], groups)
+            found.append(Help.of("larger images", gain, f"in folds, {name} against {before}"))
         smaller[candidate.model, candidate.weights] = name
-    if not words:
-        return ""
-    return f"Larger images: probes in folds: {'; '.join(words)}. Still larger ones are not measured."
+    return found

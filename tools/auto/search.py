@@ -239,7 +239,9 @@ class Search:
         hits = {name: trial.is_right for name, trial in trials.items()}
         first = next(iter(trials.values()))
         equal, differences = separate(hits, first.groups)
-        winner = self._fastest_first(equal)[0]
+        # Of equally good ones, the fastest. Each had the same time; a slower one, which had fewer epochs, gains more
+        # from the longer final run.
+        winner = max(self._fastest_first(equal), key=lambda name: hits[name].sum())
         gain, low, high = trials[winner].gain
         # Few images do not decide against fine-tuning, which was better on nearly all sets measured (docs/auto.md).
         is_fine_tuned = high >= 0
@@ -251,9 +253,12 @@ class Search:
         lines = [f"Trials: at most {time_of_each} each, one seed, {images}: {each}"]
         if differences:
             lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
-        if len(equal) > 1:
-            others = ", ".join(name for name in equal if name != winner)
-            lines.append(f"  {winner} is the fastest not told apart, and wins; {others} may be as good or better")
+        speed = {name: about["images_per_second"] for name, about in candidates.items()}
+        faster = [
+            f"{name} ({speed[name] / speed[winner]:.1f} times as fast)" for name in equal if speed[name] > speed[winner]
+        ]
+        if faster:
+            lines.append(f"  {winner} wins; as good, as far as these images tell: {', '.join(faster)}")
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
             verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
@@ -338,7 +343,8 @@ class Search:
             of_all = f" of {all_images:,}, as many as time allows" if images["train"] < all_images else ""
             stay_out = f"{images['val']:,} stay out, and decide nothing"
             on = f"training and validation images ({images['train']:,}{of_all}; {stay_out})"
-        self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end)
+        epochs = reports[-1]["epoch"] if reports else 0
+        self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end, epochs=epochs)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
     def _train(

@@ -140,7 +140,7 @@ FoldText = Annotated[
 ]
 COLUMN = r"(file|label)=([^=,]+)"
 Columns = Annotated[str, Field(pattern=f"^{COLUMN}(,{COLUMN})?$"), _in_words("file=NAME,label=NAME, or one of both")]
-Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 11:30:00")]
+Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 0:30:00")]
 Numbers = Annotated[tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...], BeforeValidator(_as_tuple)]
 NumbersAboveZero = Annotated[tuple[AboveZero, ...], BeforeValidator(_as_tuple)]
 Shade = Annotated[int, Field(ge=0, le=255)]

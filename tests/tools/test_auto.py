@@ -305,7 +305,7 @@ def too_short(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
     def train(runs: list[Run], *words: str, **how: Any) -> list[str | None]:
         (run,) = runs
         if run.folder.name in folders or run.folder.parent.name in folders:
-            return ["exit code 2: MAX_TIME is too short: 9 s. More would do."]
+            return ["exit code 2: MAX_TIME is too short: it takes 9 s. More would do."]
         return train_together(runs, *words, **how)
 
     monkeypatch.setattr(search, "train_together", train)
@@ -322,7 +322,7 @@ def test_without_time_for_a_trial_validation_decides_about_the_only_training(
     out = tmp_path / "out"
     said = auto()
     if is_tried:
-        assert f"  {MODEL} was not fine-tuned in 0:00:40: exit code 2: MAX_TIME is too short: 9 s\n" in said.out
+        assert f"  {MODEL} was not fine-tuned in 0:00:40: it takes 9 s\n" in said.out
     else:
         assert f"  not tried, since there is too little time: {MODEL}; -max_time 0:05:00 with another" in said.out
         assert trainings.started == ["final"]
@@ -347,7 +347,7 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
         assert f"({images['final']}; 3 stay out" in said.out
     else:
         assert f"({images['split']} of {images['final']}, as many as time allows; 3 stay out" in said.out
-    assert "with its probe as classifier, since fine-tuning failed (exit code 2: MAX_TIME is too short" in said.out
+    assert "with its probe as classifier, since fine-tuning failed (it takes 9 s)" in said.out
     assert "training was cut" not in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out

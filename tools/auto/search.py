@@ -377,7 +377,8 @@ class Search:
         failure_of = dict[str, str | None].fromkeys(folders)
         for run, failure in zip(runs, failures, strict=True):
             if failure is not None:
-                failure_of[run.contender] = failure.partition(". ")[0]
+                sentence, _, _ = failure.partition(". ")
+                _, _, failure_of[run.contender] = sentence.rpartition("is too short: ")  # of the time, what it takes
         return failure_of
 
 

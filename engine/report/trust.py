@@ -99,6 +99,8 @@ class Source(NamedTuple):
     splits: Splits = Splits()
     fold: bool = False
     """Whether it validates on a fold of its data (DATA.FOLD)"""
+    own_data: bool = True
+    """Whether the evaluated images are of the run's own data, which check_data.py reads"""
 
 
 NO_RUN = Source()
@@ -149,10 +151,13 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     command = ""
     if source.run is not None:
         command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
-    doubt = Doubt("relatives", sentence, advice=f"`{command}-alike DIR` shows them")
+    doubt = Doubt("relatives", sentence)
+    if source.own_data:
+        doubt.advice = f"`{command}-alike DIR` shows them"
     if number == 0:
         return doubt
-    doubt.advice += "; -split FILE divides the images, with these in one part"
+    if source.own_data:
+        doubt.advice += "; -split FILE divides the images, with these in one part"
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     if result is not None and result.is_right is not None:

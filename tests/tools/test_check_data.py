@@ -592,6 +592,7 @@ def test_training_says_unasked_that_copies_are_edited(
     assert ended in resumed.text, "though no features were computed"
     evaluated = vitamp(run, script="scripts/evaluate.py")
     assert ended in evaluated.text
+    assert "-alike DIR` shows them" in evaluated.text
     # Elsewhere, copies are searched for anew: of equal bytes, and by the features that the start of the run has kept.
     write_photographs(tmp_path / "other", range(80, 100))
     edit(root / "train/bee/1.png", tmp_path / "other/bee/blurred.png", blurred)
@@ -599,6 +600,7 @@ def test_training_says_unasked_that_copies_are_edited(
     elsewhere = (run, "-data_path", tmp_path / "other", "-part", "all")
     evaluated = vitamp(*elsewhere, script="scripts/evaluate.py")
     assert "at least 2 of 22 images have relatives in training" in evaluated.text
+    assert "-alike DIR" not in evaluated.text, "check_data.py reads the run's own images"
     unsearched = vitamp(*elsewhere, "DATA.CHECK=off", script="scripts/evaluate.py")
     assert "at least 1 of 22 images have relatives in training" in unsearched.text
     probed = vitamp(*words[:-2], "-probe", script="scripts/evaluate.py")

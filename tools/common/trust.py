@@ -65,7 +65,7 @@ def doubts_of(
         result.validations = max(validations_of(config, model.chosen) for model in trained.all)
     if run is not None and result.validations:
         result.last = History.of_run(run).last(result.metric).get(trained.chosen.which)
-    source = Source(run, splits_of(config.DATA), fold=config.DATA.FOLD is not None)
+    source = Source(run, splits_of(config.DATA), fold=config.DATA.FOLD is not None, own_data=is_of_run)
     return result, doubts(about_data, result, source)
 
 

@@ -392,6 +392,12 @@ def test_bad_weights_are_refused_before_images_are_read(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_names_the_candidate(auto: Call, made: Path) -> None:
+    file = made / f"{MODEL}.safetensors"
+    said = auto("-weights", f"{MODEL}={file},{MODEL}@40={file}", code=2).err
+    assert f"-weights {MODEL}@40: The model cannot be built:" in said
+
+
 def test_too_little_time_is_refused_with_the_least(auto: Call, tmp_path: Path) -> None:
     said = auto(limit="0:00:01", code=2).err
     assert "-max_time 0:00:01 is too short" in said

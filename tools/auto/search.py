@@ -114,7 +114,10 @@ class Search:
         no_time = list[str]()
         overhead = 0.0  # seconds per image of a probe beyond those of the model: decoding and the fit
         for name, candidate in self.candidates.items():
-            trained, speed = build(candidate.load(self.line, self.probe_table))
+            try:
+                trained, speed = build(candidate.load(self.line, self.probe_table))
+            except UserError as error:
+                raise UserError(f"-weights {name}: {error}") from None
             started = time.monotonic()
             needed = images * (1 / speed + overhead)
             if not hits:

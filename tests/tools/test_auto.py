@@ -344,9 +344,9 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
     out = tmp_path / "out"
     images = {part: len(splits(out / f"{part}.csv")["train"]) for part in ("split", "final")}
     if has_time:
-        assert f"({images['final']}; 3 stay out" in said.out
+        assert f"({images['final']}; 3 validate" in said.out
     else:
-        assert f"({images['split']} of {images['final']}, as many as time allows; 3 stay out" in said.out
+        assert f"({images['split']} of {images['final']}, as many as time allows; 3 validate" in said.out
     assert "with its probe as classifier, since fine-tuning failed (it takes 9 s)" in said.out
     assert "training was cut" not in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")

@@ -51,7 +51,7 @@ def divide(config: Config, table: Path) -> list[str]:
         origin = "divided anew"
         if not comes_unsplit(data):
             origin += ", your validation split among them"
-        origin += "; copies stay together, and images of one thing if DATA.GROUP names it"
+        origin += "; copies stay together; DATA.GROUP keeps images of one thing together, too"
     else:
         _write_given_splits(splits, test, data, table)
         origin = "the data's own test split, which is not read before the end"

@@ -265,8 +265,8 @@ class Search:
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
             verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
-        change = f"{gain:+.0f} of these images ({low:+.0f} to {high:+.0f})"
-        lines.append(f"  {winner} beside its own probe: {change} recognised{verdict}")
+        change = f"{gain:+.0f} images ({low:+.0f} to {high:+.0f})"
+        lines.append(f"  {winner} against its own probe: {change}{verdict}")
         return lines
 
     def _fastest_first(self, names: list[str]) -> list[str]:
@@ -344,8 +344,8 @@ class Search:
             images = _count(table)
             all_images = _count(self.final_table)["train"]
             of_all = f" of {all_images:,}, as many as time allows" if images["train"] < all_images else ""
-            stay_out = f"{images['val']:,} stay out, and decide nothing"
-            on = f"training and validation images ({images['train']:,}{of_all}; {stay_out})"
+            kept = f"{images['val']:,} validate, as a run must, but decide nothing"
+            on = f"training and validation images ({images['train']:,}{of_all}; {kept})"
         epochs = reports[-1]["epoch"] if reports else 0
         self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end, epochs=epochs)
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]

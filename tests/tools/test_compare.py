@@ -45,7 +45,7 @@ def ending_at_once(monkeypatch: pytest.MonkeyPatch, code: int) -> list[str]:
     """The names of the runs that were started; each ends at once with this exit code."""
     started: list[str] = []
 
-    def start(command: list[str], _output: IO[bytes]) -> Any:
+    def start(command: list[str], *_: object) -> Any:
         started.append(Path(command[command.index("-output") + 1]).name)
         return SimpleNamespace(wait=lambda: code)
 
@@ -154,7 +154,7 @@ def test_failed_run_is_reported_and_the_others_are_compared(
 ) -> None:
     """Processes that fail with or without output; one that exits with 0 but did not finish."""
 
-    def start(command: list[str], output: IO[bytes]) -> Any:
+    def start(command: list[str], output: IO[bytes], _gpu: str | None) -> Any:
         name = Path(command[command.index("-output") + 1]).name
         if name == "fp32-0":
             output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
@@ -187,7 +187,7 @@ def test_ngpus_starts_main_multi_gpu(
 ) -> None:
     scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
-    monkeypatch.setattr(runs, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda: 1))
+    monkeypatch.setattr(runs, "start", lambda command, *_: scripts.add(command[0]) or SimpleNamespace(wait=lambda: 1))
     done = compare("-modes", "fp32,bf16", "-seeds", "0,", *words, code=1 if script else 2)
     assert scripts == ({script} if script else set())
     assert said in done.text
@@ -325,7 +325,7 @@ def test_each_mode_is_trained_on_each_fold(
 ) -> None:
     url, start, commands = "TAG='https://me:secret@host/x'", runs.start, list[list[str]]()
     monkeypatch.setattr(sys, "argv", ["compare.py", url])
-    monkeypatch.setattr(runs, "start", lambda command, output: commands.append(command) or start(command, output))
+    monkeypatch.setattr(runs, "start", lambda command, *rest: commands.append(command) or start(command, *rest))
     said = compare("-modes", "fp32,bf16", "-folds", 3, url, code=1)
     assert all(url in command for command in commands)
     assert not [path for path in (tmp_path / "out").glob("*.*") if b"secret" in path.read_bytes()]

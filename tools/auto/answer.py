@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.report.trust import CHANCE
 from engine.trained.model import Trained, load_trained, split_of_run
-from tools.auto.candidates import Help, build, probe
+from tools.auto.candidates import Gain, build, probe
 from tools.auto.data import write_probed
 from tools.auto.search import Search
 from tools.check_labels.methods import ByFeatures
@@ -71,10 +71,10 @@ def answer(search: Search) -> list[str]:
     others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # which interval and table show
     lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
     lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), ""]
-    helps = [*more_images, *(Help(*one) for one in content["larger_images"])]
-    if helps:
+    gains = [*more_images, *(Gain(*one) for one in content["larger_images"])]
+    if gains:
         lines.append("What may help, by what it brought to probes; fine-tuning may gain less, or more:")
-        lines += [f"  {help_.words}" for help_ in sorted(helps, reverse=True)]
+        lines += [f"  {gain.words}" for gain in sorted(gains, reverse=True)]
     if 0 < content["epochs"] < USUAL_EPOCHS:
         epochs = counted(content["epochs"], "epoch")
         lines.append(f"More time may help, too: it was trained for {epochs}, and {USUAL_EPOCHS} are usual.")

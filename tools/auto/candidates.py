@@ -117,14 +117,14 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str
     return {name: found[name] for name in smallest_first}, missing
 
 
-class Help(NamedTuple):
+class Gain(NamedTuple):
     """What has brought a probe so many points here, and may bring more of them."""
 
     points: float
     words: str
 
     @classmethod
-    def of(cls, what: str, gain: tuple[float, float, float], where: str) -> Help:
+    def of(cls, what: str, gain: tuple[float, float, float], where: str) -> Gain:
         """`gain`: as a fraction, with the ends of its interval."""
         value, low, high = (100 * fraction for fraction in gain)
         return cls(value, f"{what}: {value:+.1f} points ({low:+.1f} to {high:+.1f}) {where}")
@@ -144,7 +144,7 @@ class Probe:
     def pool(self) -> str:
         return pool_of(self.trained.model)
 
-    def on_test(self) -> tuple[str, list[Help]]:
+    def on_test(self) -> tuple[str, list[Gain]]:
         """Return the accuracy on test images, in words, and what the last doubling of training images has brought.
 
         The latter is missing if they are too few to halve them.
@@ -167,7 +167,7 @@ class Probe:
             return found, []
         steps = ", ".join(f"{100 * hits[size].mean():.1f} % with {size:,}" for size in sorted(hits))
         gain = agresti_min(hits[all_images], hits[fewer[-1]], test.groups)
-        return found, [Help.of("more images", gain, f"in the last doubling of training images: {steps}")]
+        return found, [Gain.of("more images", gain, f"in the last doubling of training images: {steps}")]
 
     def _half(self, rows: np.ndarray) -> tuple[np.ndarray, Classifier]:
         """Return half of these training images, and a classifier that is fitted to them.
@@ -247,18 +247,18 @@ def separate(hits: Mapping[str, np.ndarray], groups: Groups) -> tuple[list[str],
     return equal, words
 
 
-def gain_of_sizes(hits: Mapping[str, np.ndarray], groups: Groups, candidates: Mapping[str, Candidate]) -> list[Help]:
+def gain_of_sizes(hits: Mapping[str, np.ndarray], groups: Groups, candidates: Mapping[str, Candidate]) -> list[Gain]:
     """Return what larger images brought to probes of the same model; nothing without two sizes of one.
 
     `hits`: as for `separate`, the candidates with the smallest images first.
     """
-    found = list[Help]()
+    found = list[Gain]()
     smaller = dict[tuple[str, str], str]()  # model and weights -> the candidate before with these
     for name in hits:
         candidate = candidates[name]
         before = smaller.get((candidate.model, candidate.weights))
         if before is not None:
             gain = agresti_min(hits[name], hits[before], groups)
-            found.append(Help.of("larger images", gain, f"in folds, {name} against {before}"))
+            found.append(Gain.of("larger images", gain, f"in folds, {name} against {before}"))
         smaller[candidate.model, candidate.weights] = name
     return found

@@ -231,7 +231,7 @@ class Search:
         for start in range(0, len(names), at_once):
             folders = {name: folder_of[name] for name in names[start : start + at_once]}
             if not all(map(is_finished, folders.values())):
-                numbers = " and ".join(f"{start + place}" for place in range(1, len(folders) + 1))
+                numbers = ", ".join(f"{start + place}" for place in range(1, len(folders) + 1))
                 self.record.say(f"  trial {numbers} of {len(names)}: {', '.join(folders)}, {clock(seconds)}")
             failure_of |= self._train(folders, self.table, seconds, each_alone, DATA__CHECK="off")
         return {name: (folder_of[name], failure_of[name]) for name in names}

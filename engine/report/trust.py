@@ -308,8 +308,10 @@ def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt
     advice = "More of them narrow it"
     if result.images < FEW and result.image == "validation image":
         advice = _advice_of_folds(source, data.get("series_group", "")) or advice
+    sentence = f"chance, on {counted(result.images, result.image)}"
     too_low = result.interval.high - result.value
-    sentence = f"chance, on {counted(result.images, result.image)}; it may as well be {too_low:.1f} points too low"
+    if too_low >= 0.05:  # else it is shown as 0.0, or as -0.0
+        sentence += f"; it may as well be {too_low:.1f} points too low"
     groups = len(set(result.groups))
     if 0 < groups < result.images:
         sentence += f". The interval allows for their {counted(groups, 'group')} (DATA.GROUP)"

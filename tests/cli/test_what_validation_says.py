@@ -22,7 +22,7 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.record.history import History
-from utils.statistics.proportions import Interval
+from utils.statistics.proportions import Interval, wilson
 from vitamp.metrics import TOP1
 
 COLOURS = {"leaf": (20, 160, 30), "rose": (200, 20, 40), "sky": (40, 90, 220)}
@@ -231,6 +231,8 @@ def test_doubts_of_the_largest_effect_come_first_and_unmeasured_ones_last() -> N
         "difference that may be chance.",
         "Perhaps too high: 1 class of 2 has no validation image: b.",
     ]
+    (perfect,) = doubts({}, Result(TOP1, 100.0, wilson(100.0, 10), images=10))
+    assert perfect.words(advice=False) == "Up to 27.8 points too high: chance, on 10 validation images."
 
 
 def test_a_few_mistakes_are_named_without_reading_an_image(tmp_path: Path) -> None:

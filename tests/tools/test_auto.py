@@ -387,7 +387,7 @@ def test_bad_weights_are_refused_before_images_are_read(
 
     monkeypatch.setattr(candidates, "locate", no_network)
     said = auto("-weights", "resnet18,resnet50", code=2).err
-    assert "No pretrained weights: resnet18, resnet50 are not on this machine" in said
+    assert "No pretrained weights on this machine, and none can be fetched: resnet18, resnet50." in said
     assert "-weights MODEL=FILE" in said
     assert not (tmp_path / "out").exists()
 

@@ -110,8 +110,8 @@ def find_candidates(text: str | None, defaults: Sequence[str]) -> tuple[dict[str
         found[name] = candidate
     if not found:
         raise UserError(
-            f"No pretrained weights: {', '.join(missing)} are not on this machine and cannot be fetched. Give weights "
-            "by -weights MODEL=FILE, such as -weights resnet18=resnet18.safetensors."
+            f"No pretrained weights on this machine, and none can be fetched: {', '.join(missing)}. Give weights by "
+            "-weights MODEL=FILE, such as -weights resnet18=resnet18.safetensors."
         )
     smallest_first = sorted(found, key=lambda name: (found[name].bytes, found[name].image_size.zfill(9)))
     return {name: found[name] for name in smallest_first}, missing

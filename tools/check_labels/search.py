@@ -199,15 +199,7 @@ def judge_labels(
     # With one label per image, a single calibration holds for all classes.
     verdict = find_wrong(logits[judged], labels, seed, calibrations[0], neighbours, groups)
 
-    # Among copies with several labels, suspects are those that do not have the likeliest one of these labels.
-    likeliest_label_of = dict[int, int]()  # by row, of such suspects
-    for contradicted in images.contradicted_rows:
-        copies = np.flatnonzero(distinct_row == contradicted)
-        if len(copies):
-            given_labels = labels[copies]
-            likeliest = given_labels[verdict.class_probabilities[copies[0], given_labels].argmax()]
-            for row in copies[given_labels != likeliest].tolist():
-                likeliest_label_of[row] = int(likeliest)
+    likeliest_label_of = _copies_that_disagree(images, distinct_row, labels, verdict)
 
     # The copies come first, then the labels that are most probably wrong; among equally probable ones, first the label
     # that is least probable by the pixels.
@@ -234,6 +226,21 @@ def judge_labels(
             )
         )
     return suspects, verdict
+
+
+def _copies_that_disagree(
+    images: Images, distinct_row: np.ndarray, labels: np.ndarray, verdict: Verdict
+) -> dict[int, int]:
+    """Return the rows of copies that do not have the likeliest label of all copies of their image, with that label."""
+    likeliest_label_of = dict[int, int]()
+    for contradicted in images.contradicted_rows:
+        copies = np.flatnonzero(distinct_row == contradicted)
+        if len(copies):
+            given_labels = labels[copies]
+            likeliest = given_labels[verdict.class_probabilities[copies[0], given_labels].argmax()]
+            for row in copies[given_labels != likeliest].tolist():
+                likeliest_label_of[row] = int(likeliest)
+    return likeliest_label_of
 
 
 def _judge_each_class(

@@ -58,6 +58,7 @@ from vitamp.weights import chosen_at
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
+    from tools.evaluate.part import Part
 
 OWN = (
     command_line.WEIGHTS,
@@ -257,30 +258,12 @@ def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
 
 def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Evaluate the classifier, log its metrics and what may be wrong with them, and return them for the JSON file."""
-    from engine.evaluation.data import warn_of_images
     from tools.common.evaluation import evaluation_of, table_of, with_bar
     from tools.common.trust import doubts_of
     from tools.evaluate.calibrate import about_calibration
-    from tools.evaluate.part import open_part
 
-    # Log which models and images are evaluated.
+    data = _open_and_name(trained, given, asked)
     chosen = trained.chosen
-    config = trained.config
-    data, notes = open_part(trained, given)
-    models = trained.all
-    log.setLevel("INFO")  # it was higher while the models were built
-    for path, model in zip(asked.models, models, strict=True):
-        log.info("%s: %s", path, model.chosen.with_calibration(model.calibrated))
-        warn_of_images(config, model.chosen, data.dataset)
-    training_data = {(model.chosen.samples or {}).get("data") for model in models}
-    if len(training_data) > 1:
-        log.warning(
-            "The models were not all trained on the same images. Where one was trained on images that are evaluated "
-            "here, the metrics are too good; -part test or -data_path names others."
-        )
-    log_lines(f"{note}." for note in notes)
-    if asked.tta:
-        log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
 
     # Evaluate, and log the metrics.
     groups = data.dataset.groups()
@@ -292,15 +275,15 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
         thresholds = f"; {words_on_thresholds}"
     source: Any
     if trained.others:
-        source = [f"{model.chosen.place}" for model in models]
+        source = [f"{model.chosen.place}" for model in trained.all]
         name = "mean"
         column_title = "mean"
-        model_words = f"Mean of the probabilities of these {len(models)} models"
+        model_words = f"Mean of the probabilities of these {len(trained.all)} models"
     else:
         source = f"{chosen.place}"
         name = chosen.which.name  # of the set of weights
         column_title = chosen.which.mark or name
-        model_words = f"{config.MODEL.NAME} of {chosen.place}"
+        model_words = f"{trained.config.MODEL.NAME} of {chosen.place}"
     lines = [f"{model_words}, in {trained.precision.name}{thresholds}", f"{data.title}: {evaluation.words()}", ""]
     lines += table_of(evaluation, column_title)
     lines += about_calibration(trained, data, evaluation)
@@ -314,7 +297,7 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     log_lines(f"  {doubt.words()}" for doubt in found)
     log_lines([_settings_of_evaluation_alone(trained, given)])
     return {
-        "model": config.MODEL.NAME,
+        "model": trained.config.MODEL.NAME,
         "source": source,
         "precision": trained.precision.name,
         "tta": asked.tta,
@@ -325,6 +308,29 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
         "figures": {name: evaluation.as_json()},
         "doubts": list(map(asdict, found)),
     }
+
+
+def _open_and_name(trained: Trained, given: CommandLine, asked: Namespace) -> Part:
+    """Open the images to evaluate, and log which models and images these are, and what one should know of them."""
+    from engine.evaluation.data import warn_of_images
+    from tools.evaluate.part import open_part
+
+    data, notes = open_part(trained, given)
+    models = trained.all
+    log.setLevel("INFO")  # it was higher while the models were built
+    for path, model in zip(asked.models, models, strict=True):
+        log.info("%s: %s", path, model.chosen.with_calibration(model.calibrated))
+        warn_of_images(trained.config, model.chosen, data.dataset)
+    training_data = {(model.chosen.samples or {}).get("data") for model in models}
+    if len(training_data) > 1:
+        log.warning(
+            "The models were not all trained on the same images. Where one was trained on images that are evaluated "
+            "here, the metrics are too good; -part test or -data_path names others."
+        )
+    log_lines(f"{note}." for note in notes)
+    if asked.tta:
+        log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
+    return data
 
 
 def _settings_of_evaluation_alone(trained: Trained, given: CommandLine) -> str:

@@ -169,6 +169,14 @@ def test_wrong_labels_are_counted(auto: Call, tmp_path: Path, vitamp: Vitamp) ->
     listed = vitamp(*words.split(), "-output", tmp_path / "labels", script="scripts/check_labels.py", code=0)
     assert f"{count} labels look wrong" in listed.out, "of the same images"
 
+    (tmp_path / "out").rename(tmp_path / "before")
+    decisions = tmp_path / "labels" / "suspects.csv"
+    auto(f"DATA.RELABEL={decisions}", data=tmp_path / "data")
+    dropped = {row["path"] for row in csv.DictReader(decisions.open()) if row["decision"] == "drop"}
+    assert len(dropped) >= int(count)
+    divided = set().union(*splits(tmp_path / "out" / "split.csv").values())
+    assert 0 < len(dropped - divided) < len(dropped), "those that check_data.py would call validation stay"
+
 
 @pytest.mark.slow
 def test_runs_train_in_several_processes(auto: Call, tmp_path: Path) -> None:

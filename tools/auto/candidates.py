@@ -33,7 +33,7 @@ from vitamp.pooling import pool_of
 
 ON_CPU = ("mobilenetv3_large_100", "tf_efficientnet_lite0", "vit_tiny_patch16_224", "resnet18")
 ON_GPU = ("resnet50", "convnext_tiny", "vit_small_patch16_224", "vit_base_patch16_224")
-OF_DATA = deciding("source", "images", "split", "random split")
+OF_DATA = deciding("source", "images", "training images", "split", "random split")
 """Settings that the table of splits takes the place of"""
 TIMED = 16
 """Images of the batch that measures the speed of a model"""

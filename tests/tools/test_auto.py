@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import vitamp
 from engine.machine.device import each_device
 from engine.trained.model import Trained, load_trained
+from tests.forking import ROOT
 from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.auto import candidates, command, search
@@ -411,6 +412,28 @@ def test_too_little_time_is_refused_with_the_least(auto: Call, tmp_path: Path) -
     assert "-max_time 0:00:01 is too short" in said
     assert "Give at least 0:00:" in said
     assert list(record(tmp_path / "out")["stages"]) == ["data"]
+
+
+def test_no_trial_is_planned_when_the_time_is_over(tmp_path: Path) -> None:
+    kept = Record(tmp_path, {}, -1000.0)
+    speeds = {name: {"images_per_second": 9.0} for name in "abc"}
+    kept.save(candidates=speeds, equal=list("abc"))
+    search.Search(cast(ToolLine, None), kept, {}, [])._plan_trials()
+    assert kept.content["trials"] == []
+
+
+@pytest.mark.parametrize("words", [["DEVICE=CPU"], ["DEVICE=null"], ["-cfg", "cpu.yaml"]])
+def test_the_device_chooses_the_models_however_it_is_given(
+    in_process: Callable[[Any], Call], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def stop(_text: str | None, defaults: tuple[str, ...]) -> None:
+        raise UserError(f"asked for {defaults[0]}")
+
+    (tmp_path / "cpu.yaml").write_text(f"BASE: [{ROOT}/configs/finetune.yaml]\nDEVICE: cpu\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(candidates, "find_candidates", stop)
+    said = in_process(command.main)(made / "data", "-max_time", "0:01:00", *words, code=2).err
+    assert said.endswith(f"asked for {candidates.ON_CPU[0]}\n")
 
 
 def test_candidates_are_separated_beyond_chance() -> None:

@@ -103,6 +103,16 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert excluded(out) == set(named), "those of an earlier list stay"
 
 
+def test_a_validation_label_of_no_class_is_an_error(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "images", wrong=0, images=60)
+    for split, more in (("train", ""), ("val", "images/ant/0.png,7\n")):
+        paths = sorted((tmp_path / "images").rglob("*.png"))
+        rows = [f"{path.relative_to(tmp_path)},{CLASSES.index(path.parent.name)}\n" for path in paths]
+        (tmp_path / f"{split}.csv").write_text("path,target\n" + "".join(rows) + more)
+    said = check(digits_run, "-dataset", "csv", *of_folders(tmp_path)[2:], "-pool", "both", code=2).err
+    assert "images/ant/0.png: the label 7 is none of the 3 classes of the training images." in said
+
+
 def test_few_wrong_labels_are_to_be_looked_at(check: Call, digits_run: Path, tmp_path: Path) -> None:
     planted = write_folders(tmp_path / "data", wrong=2, images=60)
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")

@@ -35,12 +35,14 @@ ON_CPU = ("mobilenetv3_large_100", "tf_efficientnet_lite0", "vit_tiny_patch16_22
 ON_GPU = ("resnet50", "convnext_tiny", "vit_small_patch16_224", "vit_base_patch16_224")
 OF_DATA = deciding("source", "images", "training images", "split", "random split")
 """Settings that the table of splits takes the place of"""
+RECIPE = "finetune"
+"""The recipe of all runs, unless -cfg names another"""
 TIMED = 16
 """Images of the batch that measures the speed of a model"""
-HALVINGS = 2
-"""Number of times that training images are halved, to see what fewer would have brought"""
 TIMES = 4
 """Number of times that this batch is computed; the fastest one counts, since other programs slow the others"""
+HALVINGS = 2
+"""Number of times that training images are halved, to see what fewer would have brought"""
 
 
 class Candidate(NamedTuple):
@@ -77,7 +79,7 @@ class Candidate(NamedTuple):
         flags = {key: value for key, value in line.run.flags.items() if key not in replaced}
         flags |= {key: (value, "auto.py") for key, value in settings.items()}
         words = {key: value for key, value in line.run.words.items() if key not in replaced}
-        run = replace(line.run, cfg=line.run.cfg or "finetune", flags=flags, words=words)
+        run = replace(line.run, cfg=line.run.cfg or RECIPE, flags=flags, words=words)
         return replace(line, run=run).load().config
 
 

@@ -64,20 +64,21 @@ def main(argv: list[str]) -> int:
     from engine.machine.device import each_device, pick_device
     from engine.measure.meters import seconds_of
     from tools.auto.answer import answer
-    from tools.auto.candidates import ON_CPU, ON_GPU, find_candidates
+    from tools.auto.candidates import ON_CPU, ON_GPU, RECIPE, find_candidates
     from tools.auto.data import divide
     from tools.auto.record import Record
     from tools.auto.search import Search
     from tools.compare.plan import check_given
     from tools.compare.runs import terminating
+    from utils.config import load_config
     from utils.distributed.world import ALONE
     from utils.record.folder_lock import FolderLock
 
     check_given(line, REFUSED)
     if not line.given_by("MAX_TIME"):
         raise UserError("-max_time HH:MM:SS is missing: give the time that everything may take, such as 0:30:00.")
-    device, _ = line.run.flags.get("DEVICE", (line.run.words.get("DEVICE"), ""))
-    is_cpu = pick_device(device, ALONE).type == "cpu"
+    settings = load_config(line.run.cfg or RECIPE, line.run.flags, line.run.words).config
+    is_cpu = pick_device(settings.DEVICE, ALONE).type == "cpu"
     candidates, missing = find_candidates(line.asked.weights, ON_CPU if is_cpu else ON_GPU)
     config = next(iter(candidates.values())).load(line)
     devices = each_device(config) if line.given_by("NGPUS") else [None]

@@ -211,7 +211,7 @@ class Search:
 
     def _plan_trials(self) -> None:
         """Decide which candidates are fine-tuned, and for how long."""
-        available = min(FOR_TRIALS * self.record.limit, self.record.left / 2)
+        available = max(0.0, min(FOR_TRIALS * self.record.limit, self.record.left / 2))
         most = min(self._most_trials, len(self.devices) * int(available / LEAST_TRIAL))
         chosen = self._fastest_first(self.record.content["equal"])[:most]
         turns = self._turns(len(chosen))

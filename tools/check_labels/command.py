@@ -96,7 +96,7 @@ def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int
     from tools.check_labels.page import write_results
     from tools.check_labels.prove import prove
     from tools.check_labels.search import find_suspects, judge_validation
-    from tools.check_labels.searched_images import config_to_search, open_images
+    from tools.check_labels.searched_images import config_to_search, open_images, open_validation
 
     asked = line.asked
     if by_features:
@@ -119,8 +119,7 @@ def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int
     if_interrupted.clear()  # all trainings have ended, so there is nothing to resume
     write_results(images, result, out / SUSPECTS)
     if not unsplit:
-        # The validation split may have no image of the last classes.
-        val_images = replace(open_images(config, "val"), classes=images.classes)
+        val_images = open_validation(config, images.classes)
         val_result = judge_validation(val_images, method, result, config.SEED)
         write_results(val_images, val_result, out / "validation" / SUSPECTS)
     return EXIT_DONE

@@ -5,7 +5,7 @@ seed has a search of its own. A validation split that no search reads decides, w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from engine.machine.device import describe_device, pick_device
 from tools.check_labels.methods import Method, load_with
 from tools.check_labels.search import find_suspects, judge_labels, table_of_suspects
-from tools.check_labels.searched_images import Images, Suspect, open_images
+from tools.check_labels.searched_images import Images, Suspect, open_images, open_validation
 from tools.check_labels.wrong_labels import WRONG
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
@@ -57,8 +57,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         log.info("Without -prove, this command shows the most doubtful images.")
         return EXIT_DONE
     # Judge the labels of the validation split, too, by the models of the last seed's search, which still has them.
-    # The validation split may have no image of the last classes.
-    val_images = replace(open_images(config, "val"), classes=images.classes)
+    val_images = open_validation(config, images.classes)
     val_logits = method.logits_of_unsearched(val_images)
     val_suspects, _ = judge_labels(val_images, val_logits, seeds[-1], not_judged=np.empty(0, np.int64))
     val_wrong = [suspect for suspect in val_suspects if suspect.wrong_probability >= WRONG]

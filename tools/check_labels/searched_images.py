@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -212,3 +212,17 @@ def open_images(config: Config, part: Part) -> Images:
         distinct_row=distinct_row,
         first_with_bytes=first_with_bytes,
     )
+
+
+def open_validation(config: Config, classes: list[str]) -> Images:
+    """Open the validation split like `open_images`, to be judged by models of these classes.
+
+    It may have no image of the last classes. Raises UserError for an image of another class, too.
+    """
+    images = replace(open_images(config, "val"), classes=classes)
+    if images.labels.ndim == 1:
+        unknown = np.flatnonzero(images.labels >= len(classes))
+        if len(unknown):
+            label = f"{images.name(int(unknown[0]))}: the label {images.labels[unknown[0]]}"
+            raise UserError(f"{label} is none of the {len(classes)} classes of the training images. Correct it.")
+    return images

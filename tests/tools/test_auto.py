@@ -414,12 +414,15 @@ def test_too_little_time_is_refused_with_the_least(auto: Call, tmp_path: Path) -
     assert list(record(tmp_path / "out")["stages"]) == ["data"]
 
 
-def test_no_trial_is_planned_when_the_time_is_over(tmp_path: Path) -> None:
-    kept = Record(tmp_path, {}, -1000.0)
+def test_no_trial_is_planned_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier call had more time."""
+    monkeypatch.setattr("tools.auto.record.BEGAN", time.monotonic() - 310)
+    kept = Record(tmp_path, {}, 100.0)
     speeds = {name: {"images_per_second": 9.0} for name in "abc"}
     kept.save(candidates=speeds, equal=list("abc"))
     search.Search(cast(ToolLine, None), kept, {}, [])._plan_trials()
     assert kept.content["trials"] == []
+    assert kept.content["seconds_per_trial"] == 0
 
 
 @pytest.mark.parametrize("words", [["DEVICE=CPU"], ["DEVICE=null"], ["-cfg", "cpu.yaml"]])

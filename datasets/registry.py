@@ -11,7 +11,6 @@ import torch
 from datasets.base import (
     CSV_PREFIX,
     HUB_PREFIX,
-    UNSPLIT,
     ImageDataset,
     Part,
     Samples,
@@ -101,10 +100,8 @@ def _open(
     from datasets.images import Images, Joined
 
     # All images of a data set that comes with splits are its splits, one after the other.
-    parts = source.parts(data) if part == "all" else UNSPLIT
-    needs_joining = "all" not in parts
-    if needs_joining:
-        samples = Joined([open_part(stored_part) for stored_part in distinct(parts)])
+    if part == "all" and not source.is_unsplit(data):
+        samples = Joined([open_part(stored_part) for stored_part in distinct(source.parts(data))])
     elif source.shares_list and world.size > 1:  # one rank of each machine lists the images for its other ranks
         from datasets.sources.shared import listed_once
 

@@ -306,7 +306,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         if any(line.get("what") == "resume" for line in history.of("run")):
             time_label = "time since the resume"
         log_lines(at_end(trainer, splits, history))
-        files = f"; {_describe_files(run, ready, folder, trainer)}"
+        files = f"; {_mend_files(run, ready, folder, trainer)}"
     outcome = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best = trainer.best.words_after(": best ")
     total = clock(time.monotonic() - stopping.BEGAN)  # since the program began
@@ -316,10 +316,10 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         Path(folder_file).write_bytes(os.fsencode(f"{folder}\n"))
 
 
-def _describe_files(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
-    """Say where the run's files are, and which are missing.
+def _mend_files(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
+    """Write config.yaml and run.json again if anything was removed while the run trained.
 
-    If anything was removed while the run trained, config.yaml and run.json are first written again.
+    Returns words that say where the run's files are, and which are missing.
     """
     has_best = trainer.best.figure is not None
     best_checkpoint = folder_name(trainer.best.update) if has_best else None

@@ -316,16 +316,16 @@ def training_order(config: Config, world: World, train_set: ImageDataset) -> tup
     if data.SAMPLER == "by_machine" and samples and world.machines > 1:
         build_order = partial(OrderByMachine, samples, world.machines)
     order = build_order(
-        len(train_set),
-        data.BATCH_SIZE,
-        config.TRAIN.ACCUM_ITER,
-        world.rank,
-        world.size,
-        config.SEED,
-        data.DROP_LAST,
-        data.REPEATED_AUGMENT,
-        draw_order,
-        sample_weights,
+        samples=len(train_set),
+        batch_size=data.BATCH_SIZE,
+        accum=config.TRAIN.ACCUM_ITER,
+        rank=world.rank,
+        world=world.size,
+        seed=config.SEED,
+        drop_last=data.DROP_LAST,
+        copies=data.REPEATED_AUGMENT,
+        shuffled=draw_order,
+        sample_weights=sample_weights,
     )
     return order, copies
 

@@ -86,7 +86,9 @@ class Trainer:
         self.guess = largest_class(ready) if world.first else None
         """Top-1 accuracy in percent of always guessing the most frequent class"""
         self._curves = Curves(folder, config.SAVE_BEST_BY)
-        self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
+        self._health = Health(config.AMP, self.parts, world, reporter)
+        self._op_lists = op_lists
+        """None once they are reported"""
 
         # Saving and stopping
         self._saver = saver_of(folder, config, self.parts, world)
@@ -161,7 +163,7 @@ class Trainer:
             if only_end_validates:
                 log.info("The linear probe is not validated, since VALIDATE_FREQ is more than TRAIN.NUM_EPOCHS.")
             else:
-                self._validate_and_save(last=True)
+                self._validate_and_save(all_due=True)
         # The profiler wants a call after each update; without it, that call does nothing.
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:
@@ -171,7 +173,7 @@ class Trainer:
         with profiling as self._tell_profiler:
             while position.epoch <= train.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
-        self._validate_and_save(last=True)
+        self._validate_and_save(all_due=True)
 
     def _bottleneck(self) -> Bottleneck | None:
         """Find what limits the speed of training; None after too few updates or seconds. A collective call."""
@@ -203,6 +205,9 @@ class Trainer:
             if self.reporter.live:
                 self.reporter.live.stepped(position)
             self._tell_profiler()
+            if self._op_lists is not None:  # the first update has computed the model
+                self._op_lists.warn_uncalled()
+                self._op_lists = None
             self._health.report(position, together=False)
             # Fleet counts from 0, and reports its batch 0.
             number = position.step - 1 if self.config.LOG_STYLE == "fleet" else position.step
@@ -248,7 +253,7 @@ class Trainer:
         self._bottleneck_reported = True
         self.reporter.epoch(position, reading.epoch, seconds, bottleneck)
         is_last_epoch = position.epoch == self.config.TRAIN.NUM_EPOCHS
-        self._validate_and_save(finished_epoch=position.epoch, last=is_last_epoch)
+        self._validate_and_save(finished_epoch=position.epoch, all_due=is_last_epoch)
         if self.broken is not None:
             self.broken.share(self.world)  # the unreadable images of all ranks
         self._draw()
@@ -271,28 +276,31 @@ class Trainer:
             # before its first update, when there is nothing to save.
             self._stopping.check()
 
-    def _validate_and_save(self, finished_epoch: int | None = None, last: bool = False) -> None:
+    def _validate_and_save(self, finished_epoch: int | None = None, all_due: bool = False) -> None:
         """Validate and save, if that is due after this update.
 
-        `finished_epoch`: the epoch that this update ends, if it does. `last`: the run ends, so both are due.
+        `finished_epoch`: the epoch that this update ends, if it does. `all_due`: both are due, as at the end of a run.
         """
         position = self.position
         config = self.config
 
         def is_due(epochs: int | None, updates: int | None = None) -> bool:
             """Whether something is due that is done every so many epochs, or updates."""
-            if last or (updates and position.update % updates == 0):
+            if all_due or (updates and position.update % updates == 0):
                 return True
             return finished_epoch is not None and bool(epochs) and finished_epoch % epochs == 0
 
-        is_new_best = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
+        is_new_best = False
+        if is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES):
+            is_new_best = self._validate()
+        # After the validation, which is of this epoch, and before saving: a checkpoint says where training goes on.
         if finished_epoch is not None:
             position.epoch = finished_epoch + 1
             position.step = 0
             self.parts.meters.start_epoch()
         # A new best is always saved, and again if this update is saved already: its checkpoint then names the best.
         if is_new_best or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
-            self._save(finished_epoch, anew=is_new_best)
+            self._save(anew=is_new_best or finished_epoch is not None)
             self._restart_clocks()
 
     def _load_validation_ahead(self) -> None:
@@ -455,16 +463,15 @@ class Trainer:
             raise
         return metrics
 
-    def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
+    def _save(self, anew: bool = False) -> None:
         """Save a checkpoint of this update, unless there is one that has its validation, too.
 
-        `finished_epoch`: the epoch that this update ends; None within an epoch. `anew`: save in any case, as after an
-        improvement. The update that ends an epoch is saved in any case as well. A collective call.
+        `anew`: save in any case, as after an improvement, and at the end of an epoch. A collective call.
         """
         parts = self.parts
         position = self.position
         is_saved = self._saved_at == (position.update, position.validated)
-        if is_saved and finished_epoch is None and not anew:
+        if is_saved and not anew:
             return
         self._stop_on_nan(self._read())
         self._health.report(position, together=True)  # report skips now: a resumed run would not know of them
@@ -477,7 +484,7 @@ class Trainer:
         self._saved_at = position.update, position.validated
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
-        meta = progress_meta(position, finished_epoch, metrics, self.best) | self._meta  # self._meta does not change
+        meta = progress_meta(position, metrics, self.best) | self._meta  # self._meta does not change
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
 

@@ -132,21 +132,21 @@ class _Loader:
                 generator=torch.Generator().manual_seed(seed),
             )
 
-    def _begin(self, plan: Iterable[tuple[int, np.ndarray]], per_epoch: int) -> Iterator[Fetched]:
-        """Begin to load the batches of a plan, each (epoch, samples); batches of an earlier plan are dropped.
+    def _begin(self, batches: Iterable[tuple[int, np.ndarray]], per_epoch: int) -> Iterator[Fetched]:
+        """Begin to load batches, each (epoch, samples); those that were begun before are dropped.
 
         `per_epoch`: number of batches in an epoch. Returns an iterator over the batches as they are loaded.
         """
-        begin = time.perf_counter()
+        began = time.perf_counter()
         samples = self._fetch.dataset.single_images()
         fraction_ahead = None if samples is None else samples.look_ahead()  # of an epoch
         if self._processes is None and self._loader is not None and self._loader.num_workers > 0:
             from datasets.loading.workers import LoadingProcesses
 
-            # Before the plan begins: batches would be lost if processes have to be started again.
+            # Before the batches are planned: batches would be lost if processes have to be started again.
             self._processes = LoadingProcesses(self._loader)
         batches_ahead = None if fraction_ahead is None else math.ceil(fraction_ahead * per_epoch)
-        self._plan.begin(plan, batches_ahead)
+        self._plan.begin(batches, batches_ahead)
         if self._loader is None:  # data in memory
             fetched_batches: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
         elif self._processes is None:  # images are read in this process
@@ -154,7 +154,7 @@ class _Loader:
         else:
             self._processes.begin()
             fetched_batches = iter(self._processes)
-        self._wait += time.perf_counter() - begin
+        self._wait += time.perf_counter() - began
         return fetched_batches
 
     def _batches(self, fetched_batches: Iterator[Fetched]) -> Iterator[Batch]:
@@ -233,7 +233,8 @@ class TrainLoader(_Loader):
         """
         windows, windows_to_load = itertools.tee(self._windows(epochs, start))
         batches_per_epoch = self.order.updates * self.order.accum
-        fetched_batches = self._begin(_indices(windows_to_load), per_epoch=batches_per_epoch)
+        to_load = ((epoch, share.indices) for epoch, shares in windows_to_load for share in shares)
+        fetched_batches = self._begin(to_load, per_epoch=batches_per_epoch)
         batches = self._batches(fetched_batches)
         for _epoch, micro_batches in windows:
             yield Window(micro_batches, batches)
@@ -244,13 +245,6 @@ class TrainLoader(_Loader):
             for shares in self.order.windows(epoch, start):
                 yield epoch, shares
             start = 0
-
-
-def _indices(windows: Iterable[tuple[int, tuple[MicroBatch, ...]]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the epoch and the samples of each micro-batch."""
-    for epoch, shares in windows:
-        for share in shares:
-            yield epoch, share.indices
 
 
 class ValLoader(_Loader):

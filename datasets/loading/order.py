@@ -170,7 +170,7 @@ class EpochOrder:
             return permutation[begin : begin + self.batch_size]
 
         in_window = min(self._micro_batches_per_update, self._micro_batches - first)
-        rank_numbers, blank_number = self._numbers_of_rank(in_window)
+        rank_numbers, repeated_number = self._numbers_of_rank(in_window)
         # The weight in the loss of each micro-batch in the window, also of those of other ranks: their sum is needed.
         # All ranks compute the same numbers, because all of them know all labels.
         counts = []
@@ -192,7 +192,7 @@ class EpochOrder:
             # micro-batch of weight 0. Its number seeds random numbers, so no other rank may have it: of the `world`
             # numbers from `in_window` on, each rank takes the one whose remainder is its rank.
             number = in_window + (self.rank - in_window) % self.world
-            shares.append(MicroBatch(number, indices(blank_number), weight=0.0))
+            shares.append(MicroBatch(number, indices(repeated_number), weight=0.0))
         return tuple(shares)
 
     def _numbers_of_rank(self, in_window: int) -> tuple[Sequence[int], int]:
@@ -206,8 +206,8 @@ class EpochOrder:
         begin = self.rank * per_rank + min(self.rank, remainder)
         next_rank = self.rank + 1
         end = next_rank * per_rank + min(next_rank, remainder)
-        blank_number = 0
-        return range(begin, end), blank_number
+        repeated_number = 0
+        return range(begin, end), repeated_number
 
 
 class OrderByMachine(EpochOrder):
@@ -217,12 +217,12 @@ class OrderByMachine(EpochOrder):
     samples, or one micro-batch more. The order depends on the number of machines, and not on that of their ranks.
     """
 
-    def __init__(self, split: Samples, machines: int, *args: Any) -> None:
+    def __init__(self, split: Samples, machines: int, **of_epoch: Any) -> None:
         """Divide the files of the training split among the machines, once for all epochs.
 
-        `machines`: number of machines. `args`: the arguments of `EpochOrder`.
+        `machines`: number of machines. `of_epoch`: the arguments of `EpochOrder`.
         """
-        super().__init__(*args)
+        super().__init__(**of_epoch)
         self.machines = machines
         self._files_shuffled_together = split.window
         self._full_updates, last_samples = divmod(self.used, self.global_batch)

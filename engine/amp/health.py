@@ -16,7 +16,6 @@ from utils.log import log
 from vitamp.checkpoints import CHECKPOINTS, read_index
 
 if TYPE_CHECKING:
-    from engine.amp.op_lists import OpLists
     from engine.amp.overflow import Blame, OverflowWatch
 
 TIMES_TO_BLAME = 2
@@ -31,23 +30,16 @@ class Health:
     parts: TrainState
     world: World
     reporter: Reporter
-    op_lists: OpLists | None = None
-    """AMP's lists; None once the operators in them that the model never calls are reported"""
     _last_blame: Blame | None = None
     """Cause of the skipped update that was reported last"""
 
     def report(self, position: Position, together: bool) -> None:
         """Report the causes of skipped updates that were found since the last call.
 
-        A module that overflowed often moves to fp32 (AMP.AUTO_FP32). The first call after an update also warns about
-        operators on AMP's lists that the model never called.
+        A module that overflowed often moves to fp32 (AMP.AUTO_FP32).
         `together`: all ranks call it now. A single process reports at once, but several ranks only together, because
         any of them may have found a cause.
         """
-        if self.op_lists is not None and not together:  # after an update: the model has been computed
-            self.op_lists.warn_uncalled()
-            self.op_lists = None
-
         skips_updates = self.parts.precision.scaler.is_enabled()
         if not skips_updates or (self.world.size > 1 and not together):
             return

@@ -113,15 +113,16 @@ def _checkpoint_to_evaluate(config: Config, run: Path | None) -> Checkpoint | No
     path = run if auto and run is not None else Path(str(config.MODEL.RESUME))
     if config.TRAIN.LAST_EPOCH:
         return find(path, config.TRAIN.LAST_EPOCH)
-    try:
-        folder, reason = checkpoint_of(path)
-        is_of_run = reason != ""  # `path` is a run, and `folder` its best or last checkpoint
-        if is_of_run:
+    named_checkpoint, _ = place_of(path)
+    if named_checkpoint is None:  # of a run, the best checkpoint is evaluated, or else the last one
+        try:
+            folder, reason = checkpoint_of(path)
             checkpoint = verify(inspect(folder))
+        except UserError as error:
+            log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
+        else:
             log.info("Evaluating %s, %s.", folder.name, reason)
             return checkpoint
-    except UserError as error:
-        log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
     # `path` is a checkpoint, or a run whose best checkpoint is damaged.
     if auto:
         return _newest_of(path, verify)

@@ -18,19 +18,13 @@ from vitamp.metrics import WeightSet
 from vitamp.registry import own_named
 
 
-def progress_meta(
-    position: Position, finished_epoch: int | None, metrics: dict[WeightSet, Metrics], best: Best
-) -> dict[str, Any]:
+def progress_meta(position: Position, metrics: dict[WeightSet, Metrics], best: Best) -> dict[str, Any]:
     """Return the fields of meta.json that change from checkpoint to checkpoint.
 
-    `finished_epoch`: the epoch that has just ended, if `position` is still in it; None otherwise.
     `metrics`: of each set of weights, from the validation at this position.
     """
-    ended_epoch = 0  # the epoch that this checkpoint is the end of; 0 within an epoch and before the first one
-    if finished_epoch:
-        ended_epoch = finished_epoch
-    elif position.step == 0:
-        ended_epoch = position.epoch - 1
+    # The epoch that this checkpoint is the end of; 0 within an epoch and before the first one
+    ended_epoch = position.epoch - 1 if position.step == 0 else 0
     values: dict[str, Any] = {}
     for which, metrics_of_set in metrics.items():
         for name, value in metrics_of_set.fields().items():

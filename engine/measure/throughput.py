@@ -231,25 +231,22 @@ class Throughput:
 
 
 INPUT = "input"
-COPYING = "copy"
-OPTIMISING = "optimiser"
 LOOP = "loop"
 COMPUTE = "compute"
-THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
+THRESHOLDS = {INPUT: 15.0, COPY: 10.0, OPTIMISER: 25.0, LOOP: 20.0}
 """Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
 # Fractions of the time of this process's cores. Other programs slow it if they take at least TAKEN, and at most IDLE is
 # left idle.
 TAKEN = 0.1
 IDLE = 0.2
-STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
 
 _TEXTS = {
-    COPYING: "the {} waited {:.0f} % of the time for images to be copied to it. Use smaller images, or a data set that "
-    "fits into the GPU's memory",
-    OPTIMISING: "the optimiser's step took {1:.0f} % of the time. A larger DATA.BATCH_SIZE or TRAIN.ACCUM_ITER means "
-    "fewer steps",
-    LOOP: "{1:.0f} % of the time went into neither data nor model. Try a larger DATA.BATCH_SIZE or REPORT_FREQ",
+    COPY: "the {device} waited {percent:.0f} % of the time for images to be copied to it. Use smaller images, or a "
+    "data set that fits into the GPU's memory",
+    OPTIMISER: "the optimiser's step took {percent:.0f} % of the time. A larger DATA.BATCH_SIZE or TRAIN.ACCUM_ITER "
+    "means fewer steps",
+    LOOP: "{percent:.0f} % of the time went into neither data nor model. Try a larger DATA.BATCH_SIZE or REPORT_FREQ",
 }
 
 
@@ -281,7 +278,7 @@ class Bottleneck:
     """The stage that limits the speed of a training, with advice."""
 
     bound: str
-    """INPUT, COPYING, OPTIMISING, LOOP or COMPUTE"""
+    """INPUT, COPY, OPTIMISER, LOOP or COMPUTE"""
     percent: float
     """Percent of the time that the bottleneck took."""
     images_per_second: float
@@ -311,8 +308,9 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
     # the speed; without any, the model's computation does, as it should.
     longest_wait = max(waited)
     stages = tally.stages.percent()  # empty if stages are not measured
-    percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()}
-    percents[INPUT] = longest_wait
+    percents = {INPUT: longest_wait}
+    percents |= {stage: stages.get(stage, 0.0) for stage in (COPY, OPTIMISER)}
+    percents[LOOP] = stages.get(OTHER, 0.0)
     too_long = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
     bound = max(too_long, key=lambda name: percents[name]) if too_long else COMPUTE
 
@@ -335,7 +333,8 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
         others = _describe_other_programs(tally, setting.cores) if len(waited) == 1 else ""
         text += f". {advise_faster_computing(setting, others)}; see docs/performance.md."
     else:
-        text = f"{bound}-bound: {_TEXTS[bound].format(device, percents[bound])}; see docs/performance.md."
+        words = _TEXTS[bound].format(device=device, percent=percents[bound])
+        text = f"{bound}-bound: {words}; see docs/performance.md."
 
     # The percent of the time by stage, and that of the model's computation.
     if stages:

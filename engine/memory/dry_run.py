@@ -223,7 +223,6 @@ class _Trial:
     """Measures what TRAIN.NUM_EPOCHS auto needs to compute how long any number of epochs would take, in seconds."""
 
     config: Config
-    train: TrainConfig
     """The settings of the trial, for the most epochs possible"""
     spare: float
     """Fraction of the time that stays free"""
@@ -249,7 +248,7 @@ class _Trial:
         reporter = Reporter(self.config, 1, None, Position())
         position = Position()
         # The first epoch of each phase: counting down, the last number that is stored for a phase is its first epoch.
-        first_epochs = {self.phase(self.train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
+        first_epochs = {self.phase(self.config.TRAIN, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
         seconds_per_phase = min(MOST_SECONDS, seconds / len(first_epochs))
         for phase, epoch in first_epochs.items():
             position = Position(epoch)
@@ -268,10 +267,10 @@ class _Trial:
         """Return the seconds that so many epochs with their validations take, without set-up and saving."""
         # The sum over the epochs of the seconds per update. Only a very short run may have a phase that was not
         # measured: it counts like the slowest.
-        train = self.train.changed(NUM_EPOCHS=epochs)
+        config = self.config
+        train = config.TRAIN.changed(NUM_EPOCHS=epochs)
         slowest = max(self.paces.values())
         sum_of_paces = sum(self.paces.get(self.phase(train, epoch), slowest) for epoch in range(1, epochs + 1))
-        config = self.config
         at_epoch_ends = math.ceil(epochs / config.VALIDATE_FREQ)
         never = LONGEST_RUN * self.per_epoch  # more updates than a run has
         within_epochs = epochs * self.per_epoch // (config.VALIDATE_EVERY_UPDATES or never)
@@ -310,7 +309,7 @@ def settle_epochs(run: Run) -> Run:
     # The trial. The run is built again later: it logs these lines itself, and must draw the random numbers of a run
     # without trial.
     spare = SPARE_ON_CPU if run.device.type == "cpu" else SPARE
-    trial = _Trial(config_of_trial, train, spare)
+    trial = _Trial(config_of_trial, spare)
     with unheard(), fork_host_rng():
         run_of_trial = replace(run, config=config_of_trial)
         ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, checkpoint=None, dry=True))

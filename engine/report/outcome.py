@@ -33,18 +33,12 @@ if TYPE_CHECKING:
 
 MOST_LINES = 4
 """Most lines at the end of a run, the commands and the last one aside"""
-# Predictions are strange:
 FEWEST_IMAGES = 10
-"""if a class with at least so many images"""
-
-
+"""A class of fewer images is never called strange"""
 NEARLY_ALL = 0.9
-"""has at least this fraction of them taken for one other class;"""
-
-
+"""A class is strange if at least this fraction of its images is taken for one other class"""
 FAR = 15.0
-"""or if top-1 is more than so many points below that of folds of the training images"""
-
+"""Validation is strange if its top-1 is more points than this below that of folds of the training images"""
 FEW_MISTAKES = 5
 """Most mistakes of a validation that are named"""
 INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"

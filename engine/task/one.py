@@ -131,7 +131,7 @@ class _Accuracy(Tally):
             acc5=100 * top5 / self._samples,
             balanced_acc=100 * counts.balanced_accuracy(),
             macro_f1=100 * counts.macro_f1(),
-            trivial=_trivial(len(counts.right)),
+            trivial=_trivial(classes),
             predictions={"guess": guesses.astype(smallest_type), "in_top5": in_top5.astype(np.uint8)},
         )
 

@@ -54,11 +54,10 @@ class Candidate(NamedTuple):
     bytes: int
     """Size of the weights, by which candidates are ordered"""
 
-    def load(self, line: ToolLine, table: Path | None = None, **more: Any) -> Config:
+    def load(self, line: ToolLine, table: Path | None = None, more: Mapping[str, Any] | None = None) -> Config:
         """Return the settings of a run of this candidate: the recipe's, those of the command line, and `more`.
 
-        `table`: names the splits; without one, the data is read as the command line says. `more`: names of settings
-        with __ in place of the dot.
+        `table`: names the splits; without one, the data is read as the command line says.
         """
         root = Path(line.asked.data).expanduser()
         settings: dict[str, Any] = {"MODEL.NAME": self.model, "MODEL.PRETRAINED": self.weights}
@@ -74,7 +73,7 @@ class Candidate(NamedTuple):
                 settings["DATA.GROUP"] = "group"
         if self.image_size:
             settings["DATA.IMAGE_SIZE"] = self.image_size
-        settings |= {key.replace("__", "."): value for key, value in more.items()}
+        settings |= more or {}
         replaced.update(settings)
         flags = {key: value for key, value in line.run.flags.items() if key not in replaced}
         flags |= {key: (value, "auto.py") for key, value in settings.items()}

@@ -33,8 +33,9 @@ from utils.text import clock, counted
 from vitamp.checkpoints import CHECKPOINTS, folder_name, read_index
 
 FOR_PROBES = 1 / 4
+"""Fraction of the whole time for probes"""
 FOR_TRIALS = 1 / 3
-"""Fractions of the whole time"""
+"""The same for trials"""
 MOST_TRIALS = 3
 """Candidates that are fine-tuned, unless there are more devices"""
 FASTER = 1.2
@@ -42,7 +43,7 @@ FASTER = 1.2
 NEVER = 1_000_000
 """Epochs between validations of the final run, so that only its end validates"""
 LEAST_SECONDS = 30
-"""Seconds that all but probes and trials takes at least"""
+"""Least seconds for everything besides probes and trials"""
 LEAST_TRIAL = 60
 """Seconds per trial below which fewer candidates are tried, or none"""
 PASSES_OF_TEST = 8
@@ -233,7 +234,7 @@ class Search:
             if not all(map(is_finished, folders.values())):
                 numbers = ", ".join(f"{start + place}" for place in range(1, len(folders) + 1))
                 self.record.say(f"  trial {numbers} of {len(names)}: {', '.join(folders)}, {clock(seconds)}")
-            failure_of |= self._train(folders, self.table, seconds, each_alone, DATA__CHECK="off")
+            failure_of |= self._train(folders, self.table, seconds, each_alone, {"DATA.CHECK": "off"})
         return {name: (folder_of[name], failure_of[name]) for name in names}
 
     def _decide(self, trials: dict[str, Trial], time_of_each: str) -> list[str]:
@@ -299,7 +300,7 @@ class Search:
         if content["fine_tuned"]:
             validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
             seconds = self.record.left - evaluation - all_features
-            failure = self._train({name: folder}, table, seconds, **validate)[name]
+            failure = self._train({name: folder}, table, seconds, more=validate)[name]
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
                 reason = failure or "the time was over before its first update"
@@ -317,8 +318,8 @@ class Search:
             table = self.record.folder / "final-probe.csv"
             if not table.exists():
                 write_probed(self.final_table, table, max(images, _count(self.probe_table)["train"]))
-        no_epochs = {"TRAIN__NUM_EPOCHS": 0, "TRAIN__WARMUP_EPOCHS": 0, "MODEL__FREEZE": "backbone"}
-        failure = self._train({name: folder}, table, None, **no_epochs)[name]
+        no_epochs = {"TRAIN.NUM_EPOCHS": 0, "TRAIN.WARMUP_EPOCHS": 0, "MODEL.FREEZE": "backbone"}
+        failure = self._train({name: folder}, table, None, more=no_epochs)[name]
         if failure:
             raise TrainingError(f"The final run failed: {failure}")
         return table
@@ -351,7 +352,12 @@ class Search:
         return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
 
     def _train(
-        self, folders: Mapping[str, Path], table: Path, seconds: float | None, each_alone: bool = False, **more: Any
+        self,
+        folders: Mapping[str, Path],
+        table: Path,
+        seconds: float | None,
+        each_alone: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, str | None]:
         """Train runs of candidates, or go on with them, for at most so many seconds; None: without a limit.
 
@@ -368,7 +374,7 @@ class Search:
         for name, folder in folders.items():
             if is_finished(folder):
                 continue
-            config = self.candidates[name].load(self.line, table, MAX_TIME=limit, **more)
+            config = self.candidates[name].load(self.line, table, {"MAX_TIME": limit, **(more or {})})
             if each_alone:
                 processes = len(self.devices)
                 threads = threads_of(config, World(size=processes, local_size=processes))
@@ -380,8 +386,9 @@ class Search:
         failure_of = dict[str, str | None].fromkeys(folders)
         for run, failure in zip(runs, failures, strict=True):
             if failure is not None:
+                # Of "MAX_TIME 0:01:00 is too short: REASON. ADVICE", the reason; of another error, its first sentence
                 sentence, _, _ = failure.partition(". ")
-                _, _, failure_of[run.contender] = sentence.rpartition("is too short: ")  # of the time, what it takes
+                _, _, failure_of[run.contender] = sentence.rpartition("is too short: ")
         return failure_of
 
 

@@ -31,7 +31,7 @@ from utils.log import log
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
 from vitamp.metrics import AVERAGE, PLAIN
-from vitamp.pooling import POOLED, check_pool, pool_of
+from vitamp.pooling import check_pool, pool_of
 
 
 class OutOfTimeError(Exception):
@@ -64,8 +64,9 @@ class ByFeatures:
             log.info("If it was trained on these very images, it may have memorised wrong labels, and hides them.")
         else:
             trained = pretrained(config, ALONE)
-        check_pool(trained.model, asked.pool or POOLED)  # POOLED is the name of the usual pooling, which each model has
-        return cls(trained, asked.pool or pool_of(trained.model))
+        pool = asked.pool or pool_of(trained.model)
+        check_pool(trained.model, pool)
+        return cls(trained, pool)
 
     def _features(self, images: Images) -> Features:
         trained = self.trained

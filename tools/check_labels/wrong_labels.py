@@ -33,8 +33,8 @@ SURER = (0.8, 0.95)
 REDRAWN = 19
 """How often all labels are redrawn; so the largest count of labels that look wrong is a bound of 95 %"""
 CLEARLY = 2
-"""More than this many times as many labels as that plus one must look wrong, since no classifier is calibrated exactly;
-so at least three, where none would by chance"""
+"""More labels must look wrong than this times that count plus one, since no classifier is calibrated exactly; so at
+least three, where none would by chance"""
 AGREED = 0.5
 """Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
 DOUBTFUL = 20

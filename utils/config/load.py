@@ -251,10 +251,6 @@ def _mark_preprocessing_of_other_model(given: dict[str, Entry], file_layers: Ite
             given[key] = Entry(given[key].value, source)
 
 
-# A warm-up belongs to the number of epochs that it was chosen with. So if the command line changes the number of epochs
-# alone, the warm-up of a recipe is scaled, and that of a resumed run stays.
-
-
 def _with_warmup_in_proportion(loaded: Loaded, recipe: Mapping[str, Entry]) -> Loaded:
     """Scale the warm-up so that it is the same fraction of the epochs on the command line as of the recipe's epochs.
 

@@ -24,7 +24,18 @@ def windows(
     """The micro-batches of each update, machine by machine; an update has 4 of each machine, of 2 images."""
     world = machines * ranks
     orders = [
-        OrderByMachine(split, machines, int(split.file_begins[-1]), 2, 4 // ranks, rank, world, 3, drop_last, copies)
+        OrderByMachine(
+            split,
+            machines,
+            samples=int(split.file_begins[-1]),
+            batch_size=2,
+            accum=4 // ranks,
+            rank=rank,
+            world=world,
+            seed=3,
+            drop_last=drop_last,
+            copies=copies,
+        )
         for rank in range(world)
     ]
     by_rank = zip(*(order.windows(epoch) for order in orders), strict=True)

@@ -20,7 +20,7 @@ from tools.auto.data import read_table, write_final, write_probed
 from tools.auto.record import Record
 from tools.common.command_line import ToolLine
 from tools.common.run_metrics import is_finished
-from tools.compare.plan import Contender, Value
+from tools.compare.plan import file_name
 from tools.compare.runs import Run, train_together
 from utils.config import config_of_run
 from utils.distributed.world import World
@@ -227,7 +227,7 @@ class Search:
         """
         at_once = len(self.devices)
         each_alone = at_once > 1 and len(names) > 1
-        folder_of = {name: self.record.folder / "trials" / Contender((Value(name),)).file_name for name in names}
+        folder_of = {name: self.record.folder / "trials" / file_name(name) for name in names}
         failure_of = dict[str, str | None]()
         for start in range(0, len(names), at_once):
             folders = {name: folder_of[name] for name in names[start : start + at_once]}

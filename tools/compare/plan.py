@@ -99,6 +99,11 @@ Axes = dict[str, tuple[Value, ...]]
 """What varies (a setting, the name of a flag, cfg or modes) -> its values, of which the first is the baseline's."""
 
 
+def file_name(name: str) -> str:
+    """Return a name without characters that a shell or the command line would take for something else."""
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", name.replace("_", "-")).strip("-.")
+
+
 @dataclass(frozen=True)
 class Contender:
     """One combination of settings that are compared: one value of each axis."""
@@ -111,8 +116,7 @@ class Contender:
 
     @property
     def file_name(self) -> str:
-        """The name without characters that a shell or the command line would take for something else."""
-        return re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name.replace("_", "-")).strip("-.")
+        return file_name(self.name)
 
     def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
         """Read the contender's settings: those of the command line, those of its values, and `more`.

@@ -126,13 +126,13 @@ def planes_of(
 
     See `read_bands` for the parameters.
     """
-    if not isinstance(image, np.ndarray):
+    if isinstance(image, np.ndarray):
+        encoded = image
+    else:
         paths = [image] if isinstance(image, str | Path) else image
         contents = [read_regular(path, most) for path in paths]
         encoded = contents[0] if len(contents) == 1 else together(contents)
-        image = read_bands(encoded, channels, bits, most)
-    # From here on, the array of a file is an array like any other.
-    pixels = read_bands(image, channels, bits, most)
+    pixels = read_bands(encoded, channels, bits, most)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
 
 

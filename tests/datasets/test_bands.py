@@ -34,7 +34,7 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.seeding import seed_host
-from vitamp.bands import DEFLATED, together
+from vitamp.bands import DEFLATED, planes_of, read_bands, together
 
 SIDE = 16
 TINY = (
@@ -193,6 +193,15 @@ def test_a_limit_of_bytes_can_be_raised() -> None:
     large = saved(SQUARE.astype(np.uint8))
     assert "DATA.MAX_IMAGE_BYTES" in refusal(Reader(settings(MAX_IMAGE_BYTES=12_799)).whole, large, by=Unreadable)
     assert Reader(settings(MAX_IMAGE_BYTES=12_800)).whole(large).shape == (40, 40, 3)
+
+
+@pytest.mark.parametrize(("shape", "channels"), [((1, 10), 1), ((8, 5, 8), 8), ((3, 4, 5), 5)])
+def test_python_reads_a_file_as_training_does(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
+    """The first two are taken for channels first if their axes are arranged twice."""
+    content = npy(np.arange(np.prod(shape), dtype=np.uint8).reshape(shape))
+    (tmp_path / "image.npy").write_bytes(content)
+    planes = planes_of(tmp_path / "image.npy", channels, 8)
+    np.testing.assert_array_equal(planes.permute(1, 2, 0), read_bands(content, channels, 8))
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

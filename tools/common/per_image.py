@@ -86,8 +86,8 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
         ranking = ranking_of(columns["logits"].astype(np.float32), labels > 0)
         if ranking is None:
             return None
-        # `of_precision` and `of_area` are the influences of the images on the metric, whose sum is 0. The metric plus
-        # the influence times the number of images makes values whose mean is the metric.
+        # The sum of the images' influences on the metric is 0. The metric plus the influence times the number of images
+        # makes values whose mean is the metric.
         if metric is MAP:
             return 100 * (ranking.precision + len(labels) * ranking.precision_influence)
         return 100 * (ranking.area + len(labels) * ranking.area_influence)

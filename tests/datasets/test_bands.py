@@ -195,9 +195,9 @@ def test_a_limit_of_bytes_can_be_raised() -> None:
     assert Reader(settings(MAX_IMAGE_BYTES=12_800)).whole(large).shape == (40, 40, 3)
 
 
-@pytest.mark.parametrize(("shape", "channels"), [((1, 10), 1), ((8, 5, 8), 8), ((3, 4, 5), 5)])
+@pytest.mark.parametrize(("shape", "channels"), [((1, 10), 1), ((8, 8, 5), 8), ((3, 4, 5), 5)])
 def test_python_reads_a_file_as_training_does(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
-    """The first two are taken for channels first if their axes are arranged twice."""
+    """The first two would be other images if their axes were arranged twice."""
     content = npy(np.arange(np.prod(shape), dtype=np.uint8).reshape(shape))
     (tmp_path / "image.npy").write_bytes(content)
     planes = planes_of(tmp_path / "image.npy", channels, 8)

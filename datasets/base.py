@@ -163,6 +163,13 @@ class Samples(ABC):
         """Return the bytes of a stored image without reading it. Raises OSError."""
         return os.stat(self.name(index)).st_size
 
+    def stamp(self, index: int) -> str:
+        """Return a text that changes when the files of a stored image change: sizes and times. Raises OSError.
+
+        '' without files.
+        """
+        return stamp_of(self.name(index))
+
     def names(self) -> Iterator[bytes | memoryview]:
         """Yield bytes that depend on the names of all samples and their order, but not on the data's folder."""
         yield from (os.fsencode(self.name(index)) + b"\0" for index in range(len(self)))
@@ -183,6 +190,11 @@ class Samples(ABC):
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """Draw a random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
+
+
+def stamp_of(path: str) -> str:
+    status = os.stat(path)
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def shuffled_by_file(files: Sequence[Sequence[int]], window: int, generator: np.random.Generator) -> np.ndarray:

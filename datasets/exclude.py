@@ -78,6 +78,9 @@ class Remaining(Samples):
     def size(self, index: int) -> int:
         return self.samples.size(int(self._old_index[index]))
 
+    def stamp(self, index: int) -> str:
+        return self.samples.stamp(int(self._old_index[index]))
+
     def names(self) -> Iterator[bytes | memoryview]:
         yield from self.samples.names()
         if len(self) < len(self.samples):

@@ -191,6 +191,10 @@ class Joined(Samples):
         split, inside = self._split_and_index(index)
         return split.size(inside)
 
+    def stamp(self, index: int) -> str:
+        split, inside = self._split_and_index(index)
+        return split.stamp(inside)
+
     def names(self) -> Iterator[bytes | memoryview]:
         for split in self.splits:
             yield from split.names()

@@ -82,6 +82,9 @@ class ArraySamples(Samples):
     def name(self, index: int) -> str:
         return f"{self.owner}:{index}"
 
+    def stamp(self, index: int) -> str:
+        return ""
+
 
 class InMemory(ImageDataset):
     """A split that is held on the device, at the size that its images are stored in."""

@@ -230,7 +230,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
     """Return whether a resumed run has nothing left to do; if so, log it.
 
-    Otherwise, sets `ready.best` to the best metric that the run has to beat. A collective call.
+    Otherwise, sets `ready.best` to the best metric that the run has to beat, and `ready.measured`. A collective call.
     """
     config = run.config
     world = run.world
@@ -241,9 +241,13 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
     may_have_finished = broadcast(not last or is_end(last), world)
     finished = may_have_finished and is_complete(config, position)
     if not finished:
+        from engine.checkpoint.meta import MEASURED
         from engine.checkpoint.restore import best_to_beat
 
-        ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
+        val_data = data_identity(ready.val_set)
+        ready.best = best_to_beat(ready.best, val_data, folder, checkpoint, config, world)
+        if position.validated == position.update and checkpoint.meta.get("val_data") == val_data:
+            ready.measured = {key: checkpoint.meta[key] for key in MEASURED if key in checkpoint.meta}
         # Complete by TRAIN.PATIENCE, which counts validations since the best one, if that still is the one to beat.
         is_given_up = position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
         finished = may_have_finished and is_given_up
@@ -251,6 +255,7 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
         finished_folder = resumed_run(config) or folder
         if world.first:
             log.info(next_commands(run, position, ready.best, finished_folder))
+            _tell_folder(finished_folder)
         done = counted(position.update, "update") + ready.best.words_after(", best ")
         log.info("This run had already finished: %s; its folder is %s", done, finished_folder)
     return finished
@@ -311,8 +316,14 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
     best = trainer.best.words_after(": best ")
     total = clock(time.monotonic() - stopping.BEGAN)  # since the program began
     log.info("%s%s; %s %s%s", outcome, best, time_label, total, files)
+    if run.world.first:
+        _tell_folder(folder)
+
+
+def _tell_folder(folder: Path) -> None:
+    """Write the path of the run's folder into the file that the environment variable FOLDER_FILE names, if any."""
     folder_file = os.environ.get(FOLDER_FILE)
-    if run.world.first and folder_file:
+    if folder_file:
         Path(folder_file).write_bytes(os.fsencode(f"{folder}\n"))
 
 

@@ -90,6 +90,8 @@ class ReadyToTrain(Ready):
     parts: TrainState
     position: Position
     best: Best
+    measured: dict[str, Any] = field(default_factory=dict)
+    """Entries of meta.json that say what the resumed checkpoint's validation measured, if it has one of these images"""
     adapters: dict[str, Any] | None = None
     """With MODEL.LORA, on rank 0: the entry of meta.json that names the file of frozen weights"""
     warnings: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datasets import Window
 from engine.amp.health import Health
@@ -147,10 +147,11 @@ class Trainer:
         validate the linear probe that training begins with.
         """
         position = self.position
-        # A run that begins at a checkpoint of another run saves it anew: -resume auto needs one in this folder.
+        # A run that begins at a checkpoint of another run saves it anew, with its validation's metrics: -resume auto
+        # needs one in this folder.
         is_here = (self.folder / CHECKPOINTS / folder_name(position.update)).exists()
         if position.update and not broadcast(is_here, self.world):
-            self._save(anew=True)
+            self._save(anew=True, measured=self.ready.measured)
         # The run may have been stopped in a validation within an epoch, which is then repeated.
         if 0 < position.step < self.per_epoch:
             self._validate_and_save()
@@ -463,10 +464,11 @@ class Trainer:
             raise
         return metrics
 
-    def _save(self, anew: bool = False) -> None:
+    def _save(self, anew: bool = False, measured: dict[str, Any] | None = None) -> None:
         """Save a checkpoint of this update, unless there is one that has its validation, too.
 
-        `anew`: save in any case, as after an improvement, and at the end of an epoch. A collective call.
+        `anew`: save in any case, as after an improvement, and at the end of an epoch. `measured`: entries of meta.json
+        about a validation of an earlier start. A collective call.
         """
         parts = self.parts
         position = self.position
@@ -484,7 +486,7 @@ class Trainer:
         self._saved_at = position.update, position.validated
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
-        meta = progress_meta(position, metrics, self.best) | self._meta  # self._meta does not change
+        meta = progress_meta(position, metrics, self.best) | (measured or {}) | self._meta
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
 

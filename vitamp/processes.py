@@ -329,8 +329,8 @@ def found(data: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> R
 def words_of(flags: dict[str, Any]) -> Iterator[str]:
     """Yield the words of a command line for keyword arguments: name -> value of a flag or setting.
 
-    A flag becomes `-name value`, or `-name` alone if it is True, and nothing if it is None or False. A setting becomes
-    KEY=VALUE.
+    A flag becomes `-name value`, or `-name` alone if it is True, and nothing if it is None or False, but for `amp`,
+    which False switches off. A setting becomes KEY=VALUE.
     """
     for name, value in flags.items():
         is_setting = not name.islower()
@@ -339,6 +339,9 @@ def words_of(flags: dict[str, Any]) -> Iterator[str]:
             yield f"{name}={text}"
         elif value is True:
             yield f"-{name}"
+        elif name == "amp" and value is False:
+            yield "-amp"
+            yield "off"
         elif value is not None and value is not False:
             yield f"-{name}"
             yield ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

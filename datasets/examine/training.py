@@ -114,7 +114,8 @@ def check_data(
     if folder is None:
         return notes
     try:
-        write_json(folder / DATA, {**asdict(findings), "notes": notes, "warnings": warnings, "use": use})
+        about_run = {"use": use, "pretrained": config.MODEL.PRETRAINED is not None}
+        write_json(folder / DATA, {**asdict(findings), "notes": notes, "warnings": warnings, **about_run})
     except OSError as error:  # no reason to stop: training does not read this file
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
     return notes

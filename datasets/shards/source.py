@@ -324,6 +324,7 @@ class ShardSamples(Samples):
         tar files whose samples are shuffled together.
         """
         self.store = shards.store
+        self.files = shards.splits[split]
         self.classes = shards.classes
         self.window = window
         self.index = index
@@ -341,7 +342,7 @@ class ShardSamples(Samples):
         self.cache: ShardCache | None = None
         if isinstance(self.store, Remote) and shards.data.CACHE_GB:
             folder = tar_folder(shards.data)
-            self.cache = ShardCache(self.store, shards.splits[split], folder, shards.data.CACHE_GB * 1e9)
+            self.cache = ShardCache(self.store, self.files, folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
         """Row -> contents of its image that were requested ahead, one for each time that the image will be read"""
 
@@ -372,6 +373,10 @@ class ShardSamples(Samples):
 
     def size(self, index: int) -> int:
         return int(self.index.size[self.rows[index]])
+
+    def stamp(self, index: int) -> str:
+        file = self.files[self.index.shard[self.rows[index]]]
+        return f"{file.size} {file.stamp}"
 
     def names(self) -> Iterator[bytes]:
         """Yield bytes that depend on the names of all samples and their order, to be hashed; see `Samples.names`.

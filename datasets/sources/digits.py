@@ -14,7 +14,7 @@ import numpy as np
 from datasets.base import UNSPLIT, Part, Source
 from datasets.labels import check_class_count
 from datasets.memory import ArraySamples
-from datasets.sources.split import no_such_part, split, split_by_fold
+from datasets.sources.split import check_fold, no_such_part, split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -45,6 +45,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     """Open a split of the digits. It is the same for every seed, unless DATA.FOLD divides them."""
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
+    check_fold(data, len(labels))
     if data.fold is not None:
         train, validation = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:

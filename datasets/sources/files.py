@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import CSV_PREFIX, Part, Samples, Unreadable, name_prefix
+from datasets.base import CSV_PREFIX, Part, Samples, Unreadable, name_prefix, stamp_of
 from datasets.decoding import ENDINGS
 from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
@@ -237,6 +237,9 @@ class FileSamples(Samples):
 
     def size(self, index: int) -> int:
         return sum(os.stat(path).st_size for path in self._paths(index))
+
+    def stamp(self, index: int) -> str:
+        return " ".join(map(stamp_of, self._paths(index)))
 
     def _paths(self, index: int) -> list[str]:
         return [os.path.join(self.root, relative) for relative in self.paths[index].split(OF_SEVERAL)]

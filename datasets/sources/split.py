@@ -135,6 +135,12 @@ def keys_of_split(data: DataConfig) -> list[str]:
     return [key for key in deciding("split", "random split") if key not in without_effect]
 
 
+def check_fold(data: DataConfig, images: int) -> None:
+    """Raise UserError if DATA.FOLD wants more folds than there are images."""
+    if data.fold is not None and data.fold.folds > images:
+        raise UserError(f"DATA.FOLD {data.fold}: {images} images cannot fill {data.fold.folds} folds; use fewer.")
+
+
 def split_rows(
     labels: np.ndarray, data: DataConfig, part: Part, where: object, groups: Sequence[str] | None = None
 ) -> np.ndarray:
@@ -147,8 +153,7 @@ def split_rows(
         raise no_such_part(part, where)
     if part == "all":
         return np.arange(len(labels))
-    if data.fold is not None and data.fold.folds > len(labels):
-        raise UserError(f"DATA.FOLD {data.fold}: {len(labels)} images cannot fill {data.fold.folds} folds; use fewer.")
+    check_fold(data, len(labels))
     if data.GROUP is not None and groups is not None:
         from datasets.sources.grouped import split_by_group
 

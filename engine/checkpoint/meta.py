@@ -17,6 +17,9 @@ from vitamp.checkpoints import LORA
 from vitamp.metrics import WeightSet
 from vitamp.registry import own_named
 
+MEASURED = ("metrics", "thresholds")
+"""Entries of meta.json that a validation has measured"""
+
 
 def progress_meta(position: Position, metrics: dict[WeightSet, Metrics], best: Best) -> dict[str, Any]:
     """Return the fields of meta.json that change from checkpoint to checkpoint.

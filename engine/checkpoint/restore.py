@@ -177,7 +177,8 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
         return Best(kind=config.SAVE_BEST_BY)
     name_of_best = folder_name(best.update)
     is_in_run = broadcast((folder / CHECKPOINTS / name_of_best).is_dir(), world)  # as rank 0 sees it
-    if is_in_run:
+    is_resumed = best.update == checkpoint.meta["update"]  # which is saved in the run's folder, too
+    if is_in_run or is_resumed:
         return best
     elsewhere = checkpoint.folder.parent / name_of_best
     where = f"its checkpoint is in another folder ({elsewhere})" if elsewhere.is_dir() else "its checkpoint is gone"

@@ -47,6 +47,8 @@ def edited(images: Tensor) -> list[Tensor]:
         functional.gaussian_blur(pixels, kernel_size=[9, 9], sigma=[blur, blur]),
         functional.resize(cropped, [height, width]),
     ]
+    if images.is_floating_point():
+        return copies
     return [copy.round().to(images.dtype) for copy in copies]
 
 

@@ -348,15 +348,16 @@ def _hash_of_backbone(model: nn.Module) -> str:
 def contents_of(dataset: ImageDataset) -> str:
     """Return a hash that changes if any image of the data set does. Files are not read for it.
 
-    It covers names, labels and order, pixels in memory, and sizes and times of files.
+    It covers names, labels and order, pixels in memory, and sizes and times of files (or hashes of tar files).
     """
     digest = hashlib.sha256(data_identity(dataset).encode())
     samples = dataset.single_images()
-    if samples is not None and samples.stored == "files":
+    if samples is not None:
         for index in range(len(samples)):
             try:
-                status = os.stat(samples.name(index))
-                digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+                stamp = samples.stamp(index)
+                if stamp:
+                    digest.update(f"{stamp} ".encode())
             except OSError:
                 # There is no file of that name: the user's own code may make the image, so its pixels count. If a file
                 # is missing, loading reports it.

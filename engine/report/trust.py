@@ -119,7 +119,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
         _by_classes(data, result),
     ]
     if result is not None:
-        found += [_by_chance(data, result, source), _by_choice(result, source), *result.problems]
+        found += [_by_chance(data, result, source), _by_choice(data, result, source), *result.problems]
     known = [doubt for doubt in found if doubt is not None]
     # What makes it too high is not worth more than all that is above guessing, below which only chance may lead.
     if result is not None and result.guess is not None:
@@ -150,10 +150,11 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
 
     command = ""
     if source.run is not None:
-        command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])} "
+        command = f"{tool('check_data')} {shlex.join(['-cfg', str(source.run / CONFIG), *data.get('use', ())])}"
     doubt = Doubt("relatives", sentence)
     if source.own_data:
-        doubt.advice = f"`{command}-alike DIR` shows them"
+        has_weights = data.get("pretrained", True)  # which -alike needs
+        doubt.advice = f"`{command} -alike DIR` shows them" if has_weights else f"`{command}` names copies"
     if number == 0:
         return doubt
     if source.own_data:
@@ -307,7 +308,7 @@ def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt
         return None
     advice = "More of them narrow it"
     if result.images < FEW and result.image == "validation image":
-        advice = _advice_of_folds(source, data.get("series_group", "")) or advice
+        advice = _advice_of_folds(data, source) or advice
     sentence = f"chance, on {counted(result.images, result.image)}"
     too_low = result.interval.high - result.value
     if too_low >= 0.05:  # else it is shown as 0.0, or as -0.0
@@ -318,22 +319,20 @@ def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt
     return Doubt(CHANCE, sentence, points=result.value - result.interval.low, advice=advice)
 
 
-def _advice_of_folds(source: Source, group: str) -> str:
-    """Return the advice to judge by folds, and its command; '' if folds cannot help.
-
-    `group`: value of DATA.GROUP that keeps images together whose names say that they may show one thing; '' for none.
-    """
+def _advice_of_folds(data: Mapping[str, Any], source: Source) -> str:
+    """Return the advice to judge by folds, and its command; '' if folds cannot help."""
     if source.run is None or source.fold or not source.splits.unsplit:
         return ""
-    words = ["-cfg", str(source.run / CONFIG), "-folds", "5", "-output", f"{source.run}-folds"]
+    words = ["-cfg", str(source.run / CONFIG), *data.get("use", ()), "-folds", "5", "-output", f"{source.run}-folds"]
     together = ""
+    group = data.get("series_group", "")  # keeps images together whose names say that they may show one thing
     if group:
         words.append(f"DATA.GROUP={group}")
         together = ", with images of one name together"
     return f"To judge by all images, each once, train on five folds{together}: `{tool('compare')} {shlex.join(words)}`"
 
 
-def _by_choice(result: Result, source: Source) -> Doubt | None:
+def _by_choice(data: Mapping[str, Any], result: Result, source: Source) -> Doubt | None:
     """Return the doubt that the best of several validations raises, which flatters on the images that chose it."""
     if result.validations < 2 or result.last == result.value:
         return None
@@ -346,5 +345,7 @@ def _by_choice(result: Result, source: Source) -> Doubt | None:
     doubt.advice = "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
     if source.splits.test and source.run is not None:
         command = f"{tool('evaluate')} {shlex.quote(str(source.run))} -part test"
+        if data.get("use"):
+            command += " -trust"  # of the user's own code
         doubt.advice = f"Measure on the test images, which chose nothing, once you have decided: `{command}`"
     return doubt

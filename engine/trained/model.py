@@ -84,7 +84,8 @@ class Trained:
             logits = outputs[0] if len(outputs) == 1 else self.task.averaged(outputs)
         if not self.others:
             return logits
-        logits_of_ensemble = [logits] + [model.logits(images) for model in self.others]
+        # Each model computes on the device of its own run.
+        logits_of_ensemble = [logits] + [model.logits(images).to(logits.device) for model in self.others]
         return self.task.averaged(logits_of_ensemble)
 
     @contextlib.contextmanager
@@ -210,7 +211,8 @@ def load_trained(
 
     # A speed-up that the run forced (SPEED +name) may not exist on another type of device or in another precision.
     device_of_run = str(chosen.choices.get("computed_in", ""))  # the device's type, and the precision
-    run_computed_alike = amp is None and device_of_run.startswith(picked.type)
+    changes_precision = amp is not None or any(key.startswith("AMP.") for key in overridden)
+    run_computed_alike = not changes_precision and device_of_run.startswith(picked.type)
     if not run_computed_alike and "SPEED" not in overridden:
         not_forced = [word for word in config.SPEED if not word.startswith("+")]
         config = config.changed(SPEED=not_forced or ["auto"])

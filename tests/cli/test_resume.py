@@ -138,6 +138,10 @@ def test_resume_into_another_folder(vitamp: Vitamp, stopped: Path, whole: Path) 
     other = stopped.with_name("other")
     vitamp("-resume", stopped, "-output", other, code=0)
     assert last_weights(other) == last_weights(whole)
+    first = "checkpoints/step-000000044/meta.json"
+    kept, before = (json.loads((run / first).read_text()) for run in (other, stopped))
+    assert before["metrics"], "it is validated"
+    assert kept["metrics"] == before["metrics"]
     assert config_of_run(other).MODEL.RESUME is None, "as -cfg, the file starts a new run"
     assert not (stopped / "checkpoints" / f"step-{4 * PER_EPOCH:09d}").exists()
 
@@ -152,6 +156,8 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, stopped:
     assert "epoch 2, 22 updates done" in done.out
     assert metrics(run, "train")[-1]["update"] == 2 * PER_EPOCH
     assert last_weights(run) == last_weights(stopped)
+    lines = done.out.splitlines()
+    assert [line for line in lines if "starts anew" in line] == [], "the checkpoint is the best of the one before it"
     index = json.loads((run / "checkpoints" / "index.json").read_text())
     assert index["last"] == "step-000000044"
     kept = {folder.name for folder in (run / "checkpoints").glob("step-*")}

@@ -185,6 +185,17 @@ def test_names_that_training_has_too_are_worth_what_is_above_guessing() -> None:
     assert chance.words().endswith(command), "folds keep apart what names say to be of one thing"
 
 
+def test_commands_of_advice_name_the_users_own_code_and_work_without_weights() -> None:
+    result = Result(TOP1, 75.0, Interval(65.0, 83.0), images=80, validations=3, last=70.0, related=[0, 1])
+    splits = Splits(unsplit=True, test=True)
+    data = {"use": ["-use", "my loss.py"], "pretrained": False}
+    said = " ".join(doubt.words() for doubt in doubts(data, result, Source(Path("run"), splits)))
+    assert "compare.py -cfg run/config.yaml -use 'my loss.py' -folds 5" in said
+    assert "evaluate.py run -part test -trust`" in said
+    assert "check_data.py -cfg run/config.yaml -use 'my loss.py'` names copies" in said
+    assert "-alike" not in said
+
+
 def test_a_shortcut_that_validation_has_too_may_be_all_that_the_model_knows() -> None:
     shortcut = {"properties": "size and shape", "of_file": True, "in_validation": True, "points": 45.0}
     shortcut |= {

@@ -17,10 +17,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import vitamp as package
+from datasets import open_dataset
 from datasets.base import Unreadable
 from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.transforms.pixels import Pixels
+from engine.evaluation.alike import edited
+from engine.evaluation.features import contents_of
 from engine.inputs.batches import Inputs
 from engine.preflight import fill_in
 from tests.datasets.opened import part, settings
@@ -202,6 +205,42 @@ def test_python_reads_a_file_as_training_does(tmp_path: Path, shape: tuple[int, 
     (tmp_path / "image.npy").write_bytes(content)
     planes = planes_of(tmp_path / "image.npy", channels, 8)
     np.testing.assert_array_equal(planes.permute(1, 2, 0), read_bands(content, channels, 8))
+
+
+def test_changed_files_of_an_image_are_other_contents(tmp_path: Path) -> None:
+    rows = "".join(f"{n}_1.npy,{n}_2.npy,{n % 2}\n" for n in range(6))
+    (tmp_path / "all.csv").write_text("file_1,file_2,label\n" + rows)
+    for name in ("1", "2"):
+        for number in range(6):
+            (tmp_path / f"{number}_{name}.npy").write_bytes(npy(np.full((8, 8), number, np.uint8)))
+    data = DataConfig(DATASET="csv", DATA_PATH=f"{tmp_path}/all.csv", IMAGE_CHANNELS=2, IMAGE_SIZE=8)
+
+    def contents() -> str:
+        return contents_of(open_dataset(data, True, 2, 0, torch.device("cpu")))
+
+    before = contents()
+    assert contents() == before
+    for number in range(6):
+        (tmp_path / f"{number}_2.npy").write_bytes(npy(np.full((8, 8), 9, np.uint8)))
+    assert contents() != before
+    data = DataConfig(DATASET="shards", DATA_PATH=f"{tmp_path}/tars", IMAGE_SIZE=8, CACHE=f"{tmp_path}/cache")
+    of_tars = []
+    for value in (1, 2):
+        image = npy(np.full((8, 8, 3), value, np.uint8))
+        members = [
+            (f"{n}.{end}", content) for n in range(6) for end, content in (("npy", image), ("cls", b"%d" % (n % 2)))
+        ]
+        for split in ("train", "val"):
+            write_tar(tmp_path / "tars" / split / "0.tar", members)
+        of_tars.append(contents())
+    assert of_tars[0] != of_tars[1]
+
+
+def test_edited_copies_of_floats_are_floats() -> None:
+    images = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    flipped, *_ = edited(images)
+    assert torch.equal(flipped, images.flip(-1))
+    assert torch.equal(edited((255 * images).to(torch.uint8))[0], (255 * images).to(torch.uint8).flip(-1))
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

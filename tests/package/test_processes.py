@@ -93,6 +93,7 @@ def test_images_in_memory_keep_what_they_hold(tmp_path: Path) -> None:
 def test_flags_are_typed_as_on_the_command_line() -> None:
     flags = {"amp": True, "out": Path("a"), "tta": False, "device": None, "to": ("a", "b"), "X": [1, 2], "Y": False}
     assert [*words_of(flags)] == ["-amp", "-out", "a", "-to", "a,b", "X=[1, 2]", "Y=false"]
+    assert [*words_of({"amp": False})] == ["-amp", "off"]
 
 
 def test_a_failed_process_is_an_exception_with_its_last_words() -> None:
@@ -244,6 +245,8 @@ def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.Ca
     assert [row["event"] for row in run.metrics if row["event"] == "val"]
     assert len(run.predict(photos)) == 4
     assert run.report().is_file()
+    again = vitamp.train(recipe, epochs=1, device="cpu", output=tmp_path / "run", resume="auto", SEED=1)
+    assert again.folder == run.folder, "it had finished"
     capfd.readouterr()
     with pytest.raises(ValueError, match="this command trained nothing"):
         vitamp.train(recipe, device="cpu", dry_run=True)

@@ -50,7 +50,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def photo_run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ("-dataset", "imagefolder", "-data_path", photos, "-image_size", 32, "DATA.IMAGE_CHANNELS=3")
     more = ("MODEL.NUM_CLASSES=3", "DATA.IMAGENET_MEAN=[0.4,0.5,0.6]", "DATA.BATCH_SIZE=4", "DATA.CROP_PCT=0.9")
-    more += ("DATA.NUM_WORKERS=0", "TRAIN.NUM_EPOCHS=12", "DATA.CROP_SCALE=[0.5,1]", "TRAIN.BASE_LR=5e-3")
+    more += (
+        "DATA.NUM_WORKERS=0",
+        "TRAIN.NUM_EPOCHS=12",
+        "DATA.CROP_SCALE=[0.5,1]",
+        "TRAIN.BASE_LR=5e-3",
+        "DATA.RANGE=[10,240]",
+    )
     return train_tiny(tmp_path_factory.mktemp("photo_run"), *words, *more)
 
 

@@ -91,8 +91,6 @@ TOOL = command_line.Tool(
 )
 CLASSIFIER_FLAGS = ("calibrate", "no_calibration", "tta")
 """Own flags about the classifier and its probabilities"""
-REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
-"""Settings that say which model is evaluated, which the first argument does"""
 
 
 @command_line.tool
@@ -444,10 +442,9 @@ def _check_settings(line: command_line.ToolLine) -> None:
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "
             "flags and KEY=VALUE change single settings."
         )
-    for key in REFUSED:
-        flag = line.given_by(key)
-        if flag:
-            where = key if key in line.run.words else flag
+    for key in (*line.run.flags, *line.run.words):
+        if key.startswith("MODEL.") or key == "TRAIN.LAST_EPOCH":
+            where = key if key in line.run.words else line.given_by(key)
             raise UserError(
                 f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."
             )

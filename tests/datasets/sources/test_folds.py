@@ -176,3 +176,5 @@ def test_small_and_unlabelled_tables_are_split() -> None:
     for labels in (np.ones((4, 3), dtype=np.uint8), np.zeros(4, dtype=np.int64)):
         with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer"):
             split_rows(labels, DataConfig(FOLD="1/5"), "train", "here")
+    with pytest.raises(UserError, match=r"DATA.FOLD 2000/5000: 1797 images cannot fill 5000 folds"):
+        open_dataset(DataConfig(DATASET="digits", FOLD="2000/5000"), False, 10, 0, CPU)

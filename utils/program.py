@@ -72,9 +72,20 @@ def tool(name: str) -> str:
     """Command that starts a tool, from the current folder, also in another tool."""
     if INSTALLED:
         return f"vitamp {name}"
+    return f"python {shlex.quote(str(_folder() / 'scripts' / f'{name}.py'))}"
+
+
+def entry(name: str) -> str:
+    """Command that starts an entry script, such as main_single_gpu, from the current folder, also in a tool."""
+    if INSTALLED:
+        return f"vitamp {ENTRIES[name]}"
+    return f"python {shlex.quote(str(_folder() / f'{name}.py'))}"
+
+
+def _folder() -> Path:
+    """Return the folder of the entry scripts, as seen from the current folder."""
     folder = as_seen(Path(sys.argv[0]).absolute()).parent
-    folder = folder if folder.name == "scripts" else folder / "scripts"
-    return f"python {shlex.quote(str(folder / f'{name}.py'))}"
+    return folder.parent if folder.name == "scripts" else folder
 
 
 def start_again(world: World, flags: str) -> str:

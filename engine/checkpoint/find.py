@@ -234,7 +234,7 @@ def check_resumable(config: Config) -> None:
 
     # A run that is still training may not have saved yet: then taking its lock raises a UserError that names the run,
     # which helps more than "no checkpoint".
-    if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():
+    if not is_auto and (path / LOCK).exists() and not (path / CHECKPOINTS).exists():
         with FolderLock() as lock:
             lock.take(path)
 

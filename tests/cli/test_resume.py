@@ -12,6 +12,7 @@ import vitamp as vitamp_package
 from tests.program import Result, Vitamp, change_meta, last_weights, metrics, save_image, train_tiny
 from utils.config import config_of_run
 from utils.errors import UserError
+from utils.record.folder_lock import FolderLock
 from vitamp.checkpoints import located, write_index
 
 # Everything that has a state or draws random numbers.
@@ -93,6 +94,13 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
     shutil.rmtree(run / "checkpoints")
     assert "a new run would overwrite its metrics" in vitamp(*words, code=2).err
     assert metrics(run) == before
+
+
+def test_resume_auto_is_no_folder_of_this_name(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "auto").mkdir()
+    with FolderLock() as lock:
+        lock.take(tmp_path / "auto")
+        vitamp("-cfg", tiny, "-output", "run", "-resume", "auto", "TRAIN.NUM_EPOCHS=1", cwd=tmp_path, code=0)
 
 
 def test_resume_auto_of_an_unsaved_run_has_its_settings(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_folder_becomes_an_evaluated_model(
     assert decided["winner"] in decided["candidates"]
     found, final = splits(out / "split.csv"), splits(out / "final.csv")
     assert [len(found[part]) for part in ("train", "val", "test")] == pytest.approx([63, 13.5, 13.5], abs=1.5)
+    assert re.search(rf"{MODEL}@48 \S+ % \(.*?\) after \d+ epochs? \(its probe \S+ %\)", said.out)
     assert final["test"] == found["test"], "no test image is trained on"
     assert final["train"] > found["train"]
     assert len(final["val"]) == 3, "of each class one"
@@ -269,7 +270,7 @@ def test_a_killed_call_goes_on(
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr("tools.compare.runs.start", interrupted)
-        assert "the same command goes on" in auto(code=130).err
+        assert "given again, the same command goes on" in auto(code=130).err
     decided = record(out)
     assert list(decided["stages"]) == ["data", "probes"]
     table = (out / "split.csv").stat().st_mtime_ns
@@ -479,7 +480,8 @@ def test_a_probe_is_kept_only_if_it_is_better_beyond_chance(tmp_path: Path, righ
     is_right = images < 40
     kept = Record(tmp_path / "out", {}, 60.0)
     kept.save(candidates={"a": {"trial": "53.33 %", "images_per_second": 9.0}})
-    trial = search.Trial(is_right, np.empty(0), 8, interval_and_test(is_right, images < right_by_probe))
+    of_probe = images < right_by_probe
+    trial = search.Trial(is_right, np.empty(0), of_probe, 8, interval_and_test(is_right, of_probe))
     lines = search.Search(cast(ToolLine, None), kept, {}, [])._decide({"a": trial}, "0:01:00")
     assert record(tmp_path / "out")["fine_tuned"] is not is_kept
     assert lines[-1].endswith("the probe is kept") is is_kept
@@ -498,7 +500,7 @@ def test_the_best_of_those_not_told_apart_wins(tmp_path: Path, right_by_slow: in
         }
     )
     trials = {
-        name: search.Trial(images < count, np.empty(0), 8, interval_and_test(images < count, images < 10))
+        name: search.Trial(images < count, np.empty(0), images < 10, 8, interval_and_test(images < count, images < 10))
         for name, count in (("slow", right_by_slow), ("fast", 40))
     }
     lines = search.Search(cast(ToolLine, None), kept, {}, [])._decide(trials, "0:01:00")

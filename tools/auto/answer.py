@@ -18,7 +18,7 @@ from tools.common.tables import in_columns, shown
 from tools.common.trust import doubts_of
 from utils.cli import command_line
 from utils.errors import UserError
-from utils.program import tool, typed
+from utils.program import entry, tool
 from utils.record.run_folder import CONFIG
 from utils.text import clock, counted, some_of
 from vitamp.metrics import BALANCED
@@ -77,16 +77,19 @@ def answer(search: Search) -> list[str]:
         lines += [f"  {gain.words}" for gain in sorted(gains, reverse=True)]
     if 0 < content["epochs"] < USUAL_EPOCHS:
         epochs = counted(content["epochs"], "epoch")
-        lines.append(f"More time may help, too: it was trained for {epochs}, and {USUAL_EPOCHS} are usual.")
+        lines.append(
+            f"More time may help, too: it was trained for {epochs}, and {USUAL_EPOCHS} are usual. For more, add "
+            f"TRAIN.NUM_EPOCHS={USUAL_EPOCHS} to the command that trains it by itself."
+        )
     settings = shlex.quote(f"{run / CONFIG}")
     lines += _doubtful_labels(probed, f"-cfg {settings} -dataset csv:{shlex.quote(f'{search.probe_table}')}")
     quoted = shlex.quote(f"{run}")
-    script = "main_multi_gpu.py" if search.several_processes else "main_single_gpu.py"
+    script = "main_multi_gpu" if search.several_processes else "main_single_gpu"
     lines += [
         f"Use it: {tool('predict')} {quoted} IMAGE.jpg",
         f"Judge it by later images: {tool('evaluate')} {quoted} -dataset imagefolder -data_path LATER",
         f"See its mistakes: {tool('report')} {quoted} -part test",
-        f"Train it by itself: {typed(script, ['-cfg', f'{run / CONFIG}', 'MAX_TIME=null', '-output', 'NEW'])}",
+        f"Train it by itself: {entry(script)} -cfg {settings} MAX_TIME=null -output NEW",
         f"Time: {clock(record.used)} of {clock(record.limit)}",
     ]
     return lines

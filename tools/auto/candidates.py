@@ -128,7 +128,8 @@ class Gain(NamedTuple):
     def of(cls, what: str, gain: tuple[float, float, float], where: str) -> Gain:
         """`gain`: as a fraction, with the ends of its interval."""
         value, low, high = (100 * fraction for fraction in gain)
-        return cls(value, f"{what}: {value:+.1f} points ({low:+.1f} to {high:+.1f}) {where}")
+        chance = ", which may be chance," if low <= 0 <= high else ""
+        return cls(value, f"{what}: {value:+.1f} points ({low:+.1f} to {high:+.1f}){chance} {where}")
 
 
 @dataclass

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         search = Search(line, record, candidates, missing, devices)
         if "answer" in record.content["stages"]:
             log.info("%s: all was done by an earlier call, and is shown again; another -output begins anew.", out)
-        if_interrupted.append("the same command goes on")
+        if_interrupted.append("given again, the same command goes on")
         try:
             record.stage("data", lambda: divide(config, search.table))
             record.stage("probes", search.probe_all)

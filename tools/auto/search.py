@@ -56,9 +56,11 @@ class Trial(NamedTuple):
     is_right: np.ndarray
     """Whether each validation image is recognised"""
     groups: Groups
+    of_probe: np.ndarray
+    """Whether the probe that it began with recognises each of them"""
     epoch: int
     gain: tuple[float, float, float]
-    """Number of images that it recognises beyond those of the probe that it began with, and the ends of the interval"""
+    """Number of images that it recognises beyond those of that probe, and the ends of the interval"""
 
     @classmethod
     def of_run(cls, folder: Path) -> Trial | None:
@@ -70,8 +72,8 @@ class Trial(NamedTuple):
             return None
         is_right = table["guess"] == table["labels"]
         groups = table.get(GROUPS, np.empty(0))
-        gain = interval_and_test(is_right, table[PROBE] == table["labels"], groups)
-        return cls(is_right, groups, last["epoch"], gain)
+        of_probe = table[PROBE] == table["labels"]
+        return cls(is_right, groups, of_probe, last["epoch"], interval_and_test(is_right, of_probe, groups))
 
 
 @dataclass
@@ -185,6 +187,7 @@ class Search:
                 continue
             trials[name] = trial
             value = f"{accuracy(trial.is_right, trial.groups)} after {counted(trial.epoch, 'epoch')}"
+            value += f" (its probe {100 * trial.of_probe.mean():.2f} %)"
             content["candidates"][name]["trial"] = value
         skipped = [name for name in content["equal"] if name not in content["trials"]]
         if skipped:
@@ -256,7 +259,7 @@ class Search:
             images += ", which choose the winner, so that its value may be too high"
         lines = [f"Trials: at most {time_of_each} each, one seed, {images}: {each}"]
         if differences:
-            lines.append(f"  beside {equal[0]}: {'; '.join(differences)}")
+            lines.append(f"  beside {equal[0]}, as trained here: {'; '.join(differences)}")
         speed = {name: about["images_per_second"] for name, about in candidates.items()}
         faster = [
             f"{name} ({speed[name] / speed[winner]:.1f} times as fast)" for name in equal if speed[name] > speed[winner]
@@ -266,7 +269,7 @@ class Search:
         verdict = "; it is fine-tuned" if is_fine_tuned else "; the probe is kept"
         if low <= 0 <= high:
             verdict = ", which may be chance; it is fine-tuned, as was better on nearly all sets measured"
-        change = f"{gain:+.0f} images ({low:+.0f} to {high:+.0f})"
+        change = f"{gain:+.0f} images right ({low:+.0f} to {high:+.0f})"
         lines.append(f"  {winner} against its own probe: {change}{verdict}")
         return lines
 

@@ -158,6 +158,7 @@ class Imagined(ShardSet):
         names = np.frombuffer(IMAGE_NAME * images, np.uint8)
         ends = np.arange(1, images + 1) * len(IMAGE_NAME)
         index = ShardIndex(files, shard.astype(np.int32), place * each + 512, sizes, labels, names, ends)
+        self.splits = {"train": files}
         return ShardSamples(self, "train", index, WINDOW, np.arange(images))
 
 

@@ -373,13 +373,16 @@ def _data_config(export: Export) -> dict[str, Any]:
     """Return how validation prepares images, under the names of timm.data."""
     metadata = export.metadata(program=False)
     high, wide = sides(metadata["image_size"])
-    # timm knows no DATA.RANGE: it subtracts the mean from pixel / 255.
-    low, most = metadata.get("range", (0, 255))
-    span = most - low
+    mean = tuple(metadata["mean"])
+    std = tuple(metadata["std"])
+    if "range" in metadata:  # timm knows no DATA.RANGE: it subtracts the mean from pixel / 255
+        low, most = metadata["range"]
+        mean = tuple((low + (most - low) * value) / 255 for value in mean)
+        std = tuple((most - low) * value / 255 for value in std)
     return {
         "input_size": (metadata["channels"], high, wide),
-        "mean": tuple((low + span * mean) / 255 for mean in metadata["mean"]),
-        "std": tuple(span * std / 255 for std in metadata["std"]),
+        "mean": mean,
+        "std": std,
         "interpolation": metadata["interpolation"],
         "crop_pct": metadata["crop_pct"],
         "crop_mode": metadata["crop_mode"],

@@ -38,6 +38,12 @@ UNWARNED = ("names", "shortcut")
 """Kinds of doubts that the start of a run does not warn of, since they may be nothing"""
 FEWEST_COMPARED = 5
 """Fewer images than this say nothing."""
+FEWEST_TOLD = 20
+"""Of fewer images than this, a difference that may be chance is not called so: they are too few to tell."""
+WIDE = 10.0
+"""A bound of more points than this says too little to be shown."""
+SMALL = 0.5
+"""A doubt about fewer points than this is not worth a line."""
 
 
 class Splits(NamedTuple):
@@ -115,7 +121,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     found = [
         _by_relatives(data, result, source),
         _by_shortcut(data, result),
-        _by_names(data, result),
+        _by_names(data, result, source),
         _by_classes(data, result),
     ]
     if result is not None:
@@ -130,8 +136,15 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
         # Before anything is measured, the points only say how many images are concerned, as the sentences do.
         for doubt in known:
             doubt.effect_in_words = TOO_HIGH
+    else:
+        known = [doubt for doubt in known if not _is_small(doubt)]
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
+
+
+def _is_small(doubt: Doubt) -> bool:
+    """Whether a doubt is about so few points that it is not worth a line."""
+    return not doubt.effect_in_words and doubt.points is not None and abs(doubt.points) < SMALL
 
 
 def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source) -> Doubt | None:
@@ -160,6 +173,8 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
     if source.own_data:
         doubt.advice += "; -split FILE divides the images, with these in one part"
     doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
+    if doubt.points > WIDE:
+        doubt.effect_in_words = TOO_HIGH
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     if result is not None and result.is_right is not None:
         _compare_with_unrelated(doubt, result, _marked(related, len(result.is_right)), data)
@@ -231,11 +246,13 @@ def _compare(
         return
     doubt.sentence += f": top-1 {texts[0]} {on_easy}, {texts[1]} {on_telling}"
     lowest_difference, _ = newcombe((percents[0], percents[1]), independent)
-    doubt.points = max(100 * float(is_right.mean()) - percents[1], 0.0)
+    # Without the easy ones, the accuracy cannot be lower by more than their fraction.
+    doubt.points = min(max(100 * float(is_right.mean()) - percents[1], 0.0), 100 * float(easy.mean()))
     doubt.effect_in_words = ""
     if lowest_difference <= 0:
         doubt.effect_in_words = TOO_HIGH
-        doubt.sentence += ", a difference that may be chance"
+        is_few = min(independent) < FEWEST_TOLD
+        doubt.sentence += ", too few to tell" if is_few else ", a difference that may be chance"
 
 
 def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
@@ -270,7 +287,7 @@ def _by_shortcut(data: Mapping[str, Any], result: Result | None) -> Doubt | None
     return doubt
 
 
-def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
+def _by_names(data: Mapping[str, Any], result: Result | None, source: Source) -> Doubt | None:
     """Return the doubt that names of images raise: they may show one thing in several splits.
 
     Only the advice has an example of such a name, which may be that of a person: the model card leaves advice out.
@@ -280,9 +297,13 @@ def _by_names(data: Mapping[str, Any], result: Result | None) -> Doubt | None:
         return None
     total = data["images"]["validation"]
     sentence = data["series"][0].lower() + data["series"][1:]
-    if result is not None:  # examined in place of validation images
+    if result is not None:  # examined in place of validation images, and compared with training images alone
         sentence = sentence.replace("validation images", f"{result.image}s")
-    doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=data.get("series_advice", ""))
+        sentence = sentence.replace("an image in another split", "a training image")
+    advice = data.get("series_advice", "")
+    if not source.own_data:
+        advice = "If they show the same things, it is the accuracy on new pictures of known things (docs/data.md)"
+    doubt = Doubt("names", sentence, points=100 * len(namesakes) / total, advice=advice)
     doubt.effect_in_words = TOO_HIGH  # names alone prove nothing
     if result is not None and result.is_right is not None:
         _compare_with_unrelated(doubt, result, _marked(namesakes, len(result.is_right)), data)
@@ -306,13 +327,19 @@ def _by_chance(data: Mapping[str, Any], result: Result, source: Source) -> Doubt
     """Return the doubt that the number of images leaves: how far the metric may be from that of all such images."""
     if result.interval is None or result.images is None:
         return None
-    advice = "More of them narrow it"
-    if result.images < FEW and result.image == "validation image":
-        advice = _advice_of_folds(data, source) or advice
     sentence = f"chance, on {counted(result.images, result.image)}"
     too_low = result.interval.high - result.value
     if too_low >= 0.05:  # else it is shown as 0.0, or as -0.0
         sentence += f"; it may as well be {too_low:.1f} points too low"
+    advice = "More of them narrow it"
+    is_few = result.images < FEW and result.image == "validation image"
+    if _is_chosen(result) and _choice_may_be_chance(result):
+        sentence += f". It is the best of {_choice_in_words(result)}"
+        advice = _advice_of_test(data, source)
+    elif is_few and source.splits.test:
+        advice = _advice_of_test(data, source)
+    if is_few:
+        advice = _advice_of_folds(data, source) or advice
     groups = len(set(result.groups))
     if 0 < groups < result.images:
         sentence += f". The interval allows for their {counted(groups, 'group')} (DATA.GROUP)"
@@ -333,19 +360,43 @@ def _advice_of_folds(data: Mapping[str, Any], source: Source) -> str:
 
 
 def _by_choice(data: Mapping[str, Any], result: Result, source: Source) -> Doubt | None:
-    """Return the doubt that the best of several validations raises, which flatters on the images that chose it."""
-    if result.validations < 2 or result.last == result.value:
+    """Return the doubt that the best of several validations raises, which flatters on the images that chose it.
+
+    None if the difference from the last one may be chance: then the doubt about chance says it.
+    """
+    if not _is_chosen(result) or _choice_may_be_chance(result):
         return None
-    doubt = Doubt("choice", f"it is the best of {result.validations} validations on these images")
+    points = None
     if result.last is not None and result.metric.percent:
-        doubt.points = abs(result.value - result.last)
-        doubt.sentence += f"; the last had {result.metric.number(result.last)}"
-        if result.interval is not None and result.last >= result.interval.low:
-            doubt.sentence += ", a difference that may be chance"
-    doubt.advice = "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
-    if source.splits.test and source.run is not None:
-        command = f"{tool('evaluate')} {shlex.quote(str(source.run))} -part test"
-        if data.get("use"):
-            command += " -trust"  # of the user's own code
-        doubt.advice = f"Measure on the test images, which chose nothing, once you have decided: `{command}`"
-    return doubt
+        points = abs(result.value - result.last)
+    sentence = f"it is the best of {_choice_in_words(result)}"
+    return Doubt("choice", sentence, points=points, advice=_advice_of_test(data, source))
+
+
+def _is_chosen(result: Result) -> bool:
+    """Whether the metric is the best of several validations, and better than the last."""
+    return result.validations > 1 and result.last != result.value
+
+
+def _choice_may_be_chance(result: Result) -> bool:
+    """Whether the last validation's metric is in the interval of the best one."""
+    if result.interval is None or result.last is None or not result.metric.percent:
+        return False
+    return result.last >= result.interval.low
+
+
+def _choice_in_words(result: Result) -> str:
+    words = f"{result.validations} validations on these images"
+    if result.last is not None and result.metric.percent:
+        words += f"; the last had {result.metric.number(result.last)}"
+    return words
+
+
+def _advice_of_test(data: Mapping[str, Any], source: Source) -> str:
+    """Return the advice to evaluate test images, and its command if there are any."""
+    if not source.splits.test or source.run is None:
+        return "Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)"
+    command = f"{tool('evaluate')} {shlex.quote(str(source.run))} -part test"
+    if data.get("use"):
+        command += " -trust"  # of the user's own code
+    return f"Measure on the test images, which chose nothing, once you have decided: `{command}`"

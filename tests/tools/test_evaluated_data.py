@@ -1,6 +1,7 @@
 """Which images a model is evaluated on: -part, and other data than the run's (evaluate.py and -eval)."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -209,6 +210,22 @@ def test_copies_of_training_images_are_named(vitamp: Vitamp, run: Path, place: P
         assert has not in vitamp(*words, **evaluate, code=0).text, "nothing to compare with"
     finally:
         (place / "gone").rename(place / "own")
+
+
+@pytest.mark.parametrize("groups", [(), ("DATA.GROUP=name_start",)])
+def test_new_pictures_of_known_things_are_named(vitamp: Vitamp, tmp_path: Path, groups: tuple[str, ...]) -> None:
+    """Where other data has the names of training images, an evaluation in groups says so, too."""
+    for folder, number in (("own", 1), ("later", 2)):
+        for thing in range(60):
+            name = tmp_path / folder / "abc"[thing % 3] / f"thing{thing}x_{number}.png"
+            save_image(name, seed=thing % 3 * 100 + number, size=(12, 12))
+    recipe = RECIPE.format(path=tmp_path / "own", exclude="null")
+    (tmp_path / "names.yaml").write_text(recipe)
+    vitamp("-cfg", tmp_path / "names.yaml", "-output", tmp_path / "run", code=0)
+    words = (tmp_path / "run", "-dataset", "imagefolder", "-data_path", tmp_path / "later", *groups)
+    said = vitamp(*words, script="scripts/evaluate.py", code=0).out
+    assert re.search("of 60 images share .* with a training image", said)
+    assert "If they show the same things, it is the accuracy on new pictures of known things" in said
 
 
 def test_copies_are_counted_with_more_outputs_than_classes(vitamp: Vitamp, tmp_path: Path) -> None:

@@ -77,14 +77,15 @@ def add_relatives(result: Result, trained: Trained, dataset: ImageDataset, label
     """
     chosen = trained.chosen
     related = set[int]()
-    if len(result.groups) and whose_data(trained.config, chosen) in OF_RUN:
+    is_of_run = whose_data(trained.config, chosen) in OF_RUN
+    if len(result.groups) and is_of_run:
         groups_of_training = split_of_run(trained, "train").groups()
         related.update(np.flatnonzero(np.isin(result.groups, groups_of_training)).tolist())
     findings = found_in_own_data(trained.config, chosen)
     if findings:
         related.update(findings.get("related", []))
     else:
-        findings = _examined(chosen, dataset)
+        findings = _examined(chosen, dataset, is_of_run)
         related.update((findings.get("copies") or {}).get("images", []))
         findings["alike"], images_alike = _alike_in_training(trained, dataset, labels)
         if may_be_copies(findings["alike"]):
@@ -93,11 +94,11 @@ def add_relatives(result: Result, trained: Trained, dataset: ImageDataset, label
     return findings
 
 
-def _examined(chosen: Chosen, dataset: ImageDataset) -> dict[str, Any]:
+def _examined(chosen: Chosen, dataset: ImageDataset, is_of_run: bool) -> dict[str, Any]:
     """Compare evaluated images with the training images as the start of a run does with validation, by files and names.
 
     Returns the findings as data.json has them; with DATA.CHECK off, only copies. They are empty if the training images
-    are gone, in memory or on another machine.
+    are gone, in memory or on another machine. `is_of_run`: whether the images are of the run's own data.
     """
     evaluated = dataset.single_images()
     if dataset.data.CHECK == "off":
@@ -106,7 +107,10 @@ def _examined(chosen: Chosen, dataset: ImageDataset) -> dict[str, Any]:
     training = training_images_of(chosen)
     if training is None or evaluated is None or evaluated.remote:
         return {}
-    return asdict(examine(training, evaluated, dataset.data))
+    data = dataset.data
+    if not is_of_run:
+        data = data.changed(GROUP=None)  # the run's groups are other ones: names alone show what is in both
+    return asdict(examine(training, evaluated, data))
 
 
 def _result_of(found: OneLabel | SeveralLabels, metric: Metric) -> Result:

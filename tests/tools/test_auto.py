@@ -287,7 +287,8 @@ def test_a_killed_call_goes_on(
     os.utime(out / "final" / "log.txt", (saved + 100, saved + 100))
     monkeypatch.setattr("tools.auto.record.BEGAN", time.monotonic())
     assert Record(out, now["asked"], 240).used == pytest.approx(now["seconds"] + 100, abs=5)
-    assert "name another -output" in auto("SEED=3", code=2).err
+    for changed in (("SEED=3",), ("-cfg", "small_images")):
+        assert "name another -output" in auto(*changed, code=2).err
 
 
 def test_the_time_of_probes_counts_after_a_kill(
@@ -454,6 +455,19 @@ def test_candidates_are_separated_beyond_chance() -> None:
     equal, words = candidates.separate({**six, "a": best, "b": best}, ())
     assert "six" in equal
     assert any(re.fullmatch(r"six -6\.0 points \(-\S+ to -\S+\), not told apart \(p = 0\.09\)", one) for one in words)
+
+
+def test_names_of_one_thing_say_what_the_answer_is_about(tmp_path: Path) -> None:
+    for number in range(120):
+        write_images(tmp_path / "one", images=1, seed=number)
+        folder = tmp_path / "data" / CLASSES[number // 4 % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "one" / "ant" / f"{number}_0.png").rename(folder / f"thing{number // 4}x_{number % 4}.png")
+    data = {"DATASET": "imagefolder", "DATA_PATH": f"{tmp_path / 'data'}", "NUM_WORKERS": 0}
+    lines = tables.divide(Config().changed(DATA=data, MODEL={"NUM_CLASSES": 3}), tmp_path / "split.csv")
+    (names,) = [line for line in lines if "(DATA.GROUP=name)" in line]
+    assert "the answer is about new pictures of known things; for new things, give DATA.GROUP" in names
+    assert "validation images share" not in names, "these images are divided anew"
 
 
 def test_another_command_begins_anew_until_probes_have_decided(tmp_path: Path) -> None:

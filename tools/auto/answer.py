@@ -8,7 +8,7 @@ import numpy as np
 from engine.report.trust import CHANCE
 from engine.trained.model import Trained, load_trained, split_of_run
 from tools.auto.candidates import Gain, build, probe
-from tools.auto.data import write_probed
+from tools.auto.data import KNOWN_THINGS, write_probed
 from tools.auto.search import Search
 from tools.check_labels.methods import ByFeatures
 from tools.check_labels.search import find_suspects
@@ -69,7 +69,10 @@ def answer(search: Search) -> list[str]:
             "The command below, which trains it by itself, comes to the end."
         )
     others = [doubt for doubt in doubts if doubt.kind not in (CHANCE, "classes")]  # which interval and table show
-    lines += [f"  {doubt.words()}" for doubt in others[:MOST_DOUBTS]]
+    for doubt in others[:MOST_DOUBTS]:
+        if doubt.kind == "names":
+            doubt.advice = f"They may show the same things. {KNOWN_THINGS}"
+        lines.append(f"  {doubt.words()}")
     lines += ["", *evaluation.class_table(trained), "", *_table(content["candidates"]), ""]
     gains = [*more_images, *(Gain(*one) for one in content["larger_images"])]
     if gains:

@@ -85,6 +85,8 @@ def main(argv: list[str]) -> int:
     out = results_folder(line.asked.output).resolve()
     given = {key: f"{value}" for key, (value, _) in line.run.flags.items()} | line.run.words
     given.pop("MAX_TIME")
+    if line.run.cfg is not None:
+        given["-cfg"] = f"{line.run.cfg}"
     asked = {"data": f"{Path(line.asked.data).absolute()}", "weights": line.asked.weights, "settings": given}
     assert config.MAX_TIME is not None, "checked above"
     with terminating(), FolderLock() as lock:

@@ -28,6 +28,11 @@ FRACTIONS = (0.7, 0.15, 0.15)
 """Fractions of the images for training, validation and test, where the data has no test split"""
 MOST_PROBED = 2500
 """Training images beyond which a probe has a random part of them"""
+KNOWN_THINGS = (
+    "If they do, the answer is about new pictures of known things; for new things, give DATA.GROUP and another -output "
+    "(docs/splits.md)"
+)
+"""What to do if names say that images of several splits show one thing"""
 MOST_KEPT = 10
 """Most groups of images that the final run validates on, which decide nothing"""
 
@@ -69,7 +74,13 @@ def divide(config: Config, table: Path) -> list[str]:
     if defects:
         command = f"{tool('check_data')} {shlex.quote(f'{data.DATA_PATH}')}"
         lines.append(f"  defects, which `{command}` lists: {'; '.join(defects)}")
-    return lines + [f"  {doubt.words()}" for doubt in doubts(asdict(findings)) if doubt.kind in UNWARNED]
+    for doubt in doubts(asdict(findings)):
+        if doubt.kind == "names" and test is None:  # its numbers are of another split than this one
+            names = f"Judging by their names, several images may show one thing (DATA.GROUP={findings.series_group})"
+            lines.append(f"  {names}. {KNOWN_THINGS}.")
+        elif doubt.kind in UNWARNED:
+            lines.append(f"  {doubt.words()}")
+    return lines
 
 
 def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, table: Path) -> None:

@@ -458,7 +458,8 @@ def test_folds_say_that_their_interval_allows_for_groups() -> None:
     accuracy = {"acc1": 75.0, "low": 60.0, "high": 86.0, "right": 90, "images": 120, "groups": 30}
     comparison: dict[str, Any] = {"compared": ["tiny"], "runs": [{"last_acc1": 75.0}] * 2, "folds": 2, "metric": "acc1"}
     comparison |= {"weights": "model", "all_folds": {"tiny": accuracy}}
-    said, _ = command._words_on_only_contender(comparison)
+    said, whose = command._words_on_only_contender(comparison)
+    assert "for images of other groups like these)" in whose
     assert "(95 % interval 60.00 to 86.00 %, which allows for 30 groups of DATA.GROUP)" in said
     accuracy["groups"] = 0
     assert "DATA.GROUP" not in command._words_on_only_contender(comparison)[0]

@@ -489,6 +489,7 @@ def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
     results = list[str]()
     # The accuracy over the images of all folds, unless predictions are missing or images have several labels.
     accuracy = comparison.get("all_folds", {}).get(name)
+    like_these = "images like these"
     if accuracy:
         right = f"right on {accuracy['right']:,} of the {counted(accuracy['images'], 'image')}"
         if len(rows) != folds:  # some folds are not trained
@@ -496,6 +497,7 @@ def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
         interval = Interval(accuracy["low"], accuracy["high"]).words()
         if 0 < accuracy.get("groups", 0) < accuracy["images"]:
             interval += f", which allows for {counted(accuracy['groups'], 'group')} of DATA.GROUP"
+            like_these = "images of other groups like these"
         results.append(f"accuracy {accuracy['acc1']:.2f} %, {right} (95 % interval {interval})")
     # The metric that decides, by fold.
     values = judged.values(rows)
@@ -508,7 +510,7 @@ def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
     return [
         f"{name}: {'; '.join(results)}",
         f"  (after the last epoch; each image is judged by that of the {len(rows)} models that was not trained on it: "
-        f"the accuracy of the recipe with {training_part} of the images, for images like these)",
+        f"the accuracy of the recipe with {training_part} of the images, for {like_these})",
     ]
 
 

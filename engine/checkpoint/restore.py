@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from datasets import comes_unsplit, source_of
+from datasets.registry import squeezes
 from datasets.sources.split import keys_of_split
 from engine.amp.precision import PRECISION, Precision
 from engine.checkpoint.find import ended_epochs
@@ -33,10 +34,10 @@ from engine.update import TrainState
 from models.build import sizes_in
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
-from utils.config.keys import OF_ONE_START, deciding, default_of, value_of, values_by_key
+from utils.config.keys import DATASET, OF_ONE_START, deciding, default_of, value_of, values_by_key
 from utils.config.kinds import OWN_SETTING, one_line
 from utils.config.model import LoraConfig
-from utils.config.resumed import FROM_WEIGHTS, known_settings, resume_of
+from utils.config.resumed import FROM_WEIGHTS, OF_EVALUATION, known_settings, resume_of
 from utils.distributed.world import World, broadcast
 from utils.errors import UserError
 from utils.log import IN_FULL, log
@@ -481,9 +482,14 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
         change = _change_of_setting(key, checkpoint, config, meaning_of)
         if change is not None:
             raise UserError(f"{change} Set it back, leave out -cfg, or start a new run with -pretrained.")
-    for key in FROM_WEIGHTS:
-        if config.EVAL and key.startswith("DATA."):
-            change = _change_of_setting(key, checkpoint, config, one_line)
+    if config.EVAL:
+        run_data = config.DATA.changed(DATASET=checkpoint.meta["settings"].get(DATASET, config.DATA.DATASET))
+        of_input = [key for key in FROM_WEIGHTS if key.startswith("DATA.")]
+        for key in dict.fromkeys((*of_input, *OF_EVALUATION)):
+            meaning_of = one_line
+            if key == "DATA.CROP":  # changes validation images if it is none, and those of some data sets never
+                meaning_of = lambda crop: squeezes(run_data.changed(CROP=crop))  # noqa: E731
+            change = _change_of_setting(key, checkpoint, config, meaning_of)
             if change is not None:
                 log.info(change)
 

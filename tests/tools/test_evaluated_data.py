@@ -72,6 +72,22 @@ def test_the_named_command_keeps_how_images_are_prepared(vitamp: Vitamp, run: Pa
 
 
 @pytest.mark.slow
+def test_a_recipe_does_not_change_how_images_are_evaluated(vitamp: Vitamp, place: Path, run: Path) -> None:
+    recipe, out = place / "icons.yaml", place / "squeezed"
+    assert run.exists(), "it has written the recipe"
+    prepared = ("DATA.CROP=none", "DATA.BACKGROUND=black", "DATA.EXIF_ROTATE=true")
+    vitamp("-cfg", recipe, *prepared, "-output", out, code=0)
+    done = vitamp("-cfg", recipe, "-eval", "-resume", out, "-output", place / "as_trained", code=0)
+    assert metrics(place / "as_trained", "val")[0]["loss"] == metrics(out, "val")[-1]["loss"]
+    assert "the run was trained with" not in done.text
+    words = ("-eval", "-resume", out, "DATA.BACKGROUND=white", "DATA.CROP=random", "-dry_run")
+    said = vitamp("-cfg", recipe, *words, code=0).text
+    assert "DATA.BACKGROUND: the run was trained with black, but it is white now." in said
+    assert "DATA.CROP: the run was trained with none, but it is random now." in said
+    said = vitamp("-cfg", recipe, "-eval", "-resume", run, "DATA.CROP=pad", "-dry_run", code=0).text
+    assert "DATA.CROP: " not in said, "of training alone"
+
+
 def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
     vitamp: Vitamp, run: Path, place: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ class DataConfig(Section):
         "random",
         "Training: random: by CROP_SCALE and CROP_RATIO. pad: squash to IMAGE_SIZE, pad by 4 pixels, crop at random. "
         "none: squash to IMAGE_SIZE, in validation too.",
+        decides="evaluation",
     )
     CROP_SCALE: FractionsAboveZero = setting((0.05, 1.0), "Training: smallest and largest area of a crop.", _RANDOM)
     CROP_RATIO: Ratios = setting(
@@ -187,8 +188,11 @@ class DataConfig(Section):
     BACKGROUND: Background = setting(
         "white",
         "Colour behind transparent pixels: a name, mean (IMAGENET_MEAN) or [r, g, b]; drop: transparency is ignored.",
+        decides="evaluation",
     )
-    EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.", only_with("DATA.BITS=8"))
+    EXIF_ROTATE: bool = setting(
+        False, "Rotate photographs as their EXIF data says.", only_with("DATA.BITS=8"), decides="evaluation"
+    )
     CACHE: str | None = setting(
         None, "Folder for compiled code, features and downloaded data; null: ~/.cache/vitamp.", decides="nothing"
     )

@@ -26,6 +26,7 @@ DECIDES = {
     "split": "which images validate, by what may fit this data alone",
     "random split": "the same, by what fits any data",
     "input": "how pixels become the input of a model, which its weights know",
+    "evaluation": "the same for validation images, by what fits the images",
     "weights": "what weights there are and compute, which they know",
     "patches": "which patches are hidden without labels, and validated on",
     "one start": "where a run was, how it was launched, and for how long",

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 FROM_WEIGHTS = deciding("input", "weights")
 """Settings that a new run takes from its pretrained weights, and a resumed run from its past, if they are not set."""
+OF_EVALUATION = deciding("evaluation", "patches")
+"""Settings that an evaluation takes from the run, too, if they are not set"""
 
 
 def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
@@ -183,6 +185,8 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
 
     keys = [key for key in (DATASET, *FROM_WEIGHTS) if _is_open(given, key)]
     keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if text_of(given, key) == AUTO]
+    if text_of(given, "EVAL") == "true":
+        keys += [key for key in OF_EVALUATION if key not in given]
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
     if all_settings:

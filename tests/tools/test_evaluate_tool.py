@@ -288,6 +288,21 @@ def test_class_metrics_are_covered(sizes: list[int], recalls: list[float]) -> No
     assert (held / REPEATS < 1).all(), "so wide that they say nothing"
 
 
+def test_without_a_mistake_the_smallest_class_decides_how_wide_intervals_are() -> None:
+    """Of 5 images that are all right, one in seven may be wrong, and so one in fourteen of the mean of two classes."""
+    labels = np.repeat([0, 1], [200, 5])
+    for interval in (balanced_accuracy_interval, macro_f1_interval):
+        found = interval(labels, labels, 2)
+        assert found is not None
+        assert 75 < found.low < 92, interval
+        assert found.high == 100
+    truth = np.arange(200)[:, None] < [5, 100]
+    of_map, of_area = ranking_intervals(truth.astype(float), truth)
+    assert of_map is not None
+    assert of_area is not None
+    assert 90 < of_area.low < 96
+
+
 def drawn_scores(generator: np.random.Generator, positives: int, images: int, classes: int, area: float) -> Drawn:
     truth = generator.random((images, classes)) < positives / images
     return generator.standard_normal(truth.shape) + np.sqrt(2) * norm.ppf(area) * truth, truth

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.statistics.groups import Groups, variance_inflation
-from utils.statistics.proportions import Interval, wilson_of_variance
+from utils.statistics.proportions import Interval, images_of_mean, wilson_of_variance
 from vitamp.metrics import BALANCED, MACRO_F1
 
 ADDED = 2
@@ -158,7 +158,13 @@ def balanced_accuracy_interval(
     recalls = likely_recalls(right, images)
     variance = float((recalls * (1 - recalls) / images).sum()) / len(images) ** 2
     inflation = variance_inflation(balanced_accuracy_by_image(labels, guesses), groups)
-    return wilson_of_variance(balanced_accuracy, variance, int(images.sum()), inflation)
+    return wilson_of_variance(
+        balanced_accuracy,
+        variance,
+        most_images=int(images.sum()),
+        images_at_limit=images_of_mean(images),
+        inflation=inflation,
+    )
 
 
 def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()) -> Interval | None:
@@ -199,6 +205,7 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, gro
         unbiased=float((f1 + bias).sum()) / classes_in_mean,
         variance=float(variances.sum()) * len(labels) / freedom,
         most_images=len(labels),
+        images_at_limit=images_of_mean(images[images > 0]),
         class_images=images[images > 0],
         inflation=variance_inflation(macro_f1_by_image(labels, guesses), groups),
     )
@@ -208,17 +215,23 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, gro
 
 
 def unbiased_interval(
-    value: float, unbiased: float, variance: float, most_images: float, class_images: np.ndarray, inflation: float
+    value: float,
+    unbiased: float,
+    variance: float,
+    most_images: float,
+    images_at_limit: float,
+    class_images: np.ndarray,
+    inflation: float,
 ) -> Interval | None:
     """Return the interval of a biased metric, in percent, around its unbiased value; None if images are too few.
 
     value, unbiased: the metric, and the metric without its bias, as fractions
     variance: of the metric as a fraction, for independent images
-    most_images: largest effective number of images
+    most_images, images_at_limit: effective numbers of images, as for `wilson_of_variance`
     class_images: number of images of each class; for several labels, number of its positives
     inflation: the factor by which the variance grows because images are in groups (see `variance_inflation`)
     """
-    interval = wilson_of_variance(unbiased, variance, most_images, inflation)
+    interval = wilson_of_variance(unbiased, variance, most_images, images_at_limit, inflation)
     # A single image shows no variance within its class, and so not how large the bias is.
     is_bias_uncertain = (class_images == 1).mean() > MOST_SINGLE
     # The bias, in percentage points, must be less than half the width, so that the interval contains the value.

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 Z = 1.959963984540054
 """Normal quantile of 97.5 %"""
 
@@ -35,14 +37,27 @@ def wilson(percent: float, images: float, z: float = Z) -> Interval:
     return Interval(min(low, percent), max(high, percent))
 
 
-def wilson_of_variance(fraction: float, variance: float, most_images: float, inflation: float) -> Interval:
+def images_of_mean(class_images: np.ndarray) -> float:
+    """Return the effective number of images of a mean over classes, if all classes are equally hard.
+
+    The mean of C fractions p has the variance p * (1 - p) * sum(1 / n) / C**2, that of C**2 / sum(1 / n) images.
+
+    class_images: number of images of each class
+    """
+    return len(class_images) ** 2 / float((1 / class_images).sum())
+
+
+def wilson_of_variance(
+    fraction: float, variance: float, most_images: float, images_at_limit: float, inflation: float
+) -> Interval:
     """Return Wilson's interval, in percent, of a metric that is no proportion of the images, such as macro F1.
 
     Wilson's formula takes a proportion p of n images, whose variance is p * (1 - p) / n. So n is set to the effective
     number of images: that with which a proportion of the same value would have the variance of the metric.
 
     fraction, variance: the metric as a fraction, and its variance
-    most_images: largest effective number; also used if the metric is 0 or 1, or has no variance
+    most_images: largest effective number
+    images_at_limit: effective number if the metric is 0 or 1, or has no variance
     inflation: the factor by which the variance grows because images are in groups (see `variance_inflation`). Grouped
         images tell less, so the effective number is divided by it.
     """
@@ -50,7 +65,7 @@ def wilson_of_variance(fraction: float, variance: float, most_images: float, inf
     if variance > 0 and variance_of_one_image > 0:
         effective_images = min(most_images, variance_of_one_image / variance)
     else:
-        effective_images = most_images
+        effective_images = images_at_limit
     return wilson(100 * fraction, effective_images / inflation)
 
 

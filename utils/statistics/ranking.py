@@ -11,7 +11,7 @@ import numpy as np
 
 from utils.statistics.classes import unbiased_interval
 from utils.statistics.groups import Groups, variance_inflation
-from utils.statistics.proportions import Interval, wilson_of_variance
+from utils.statistics.proportions import Interval, images_of_mean, wilson_of_variance
 
 
 class Ranking(NamedTuple):
@@ -29,6 +29,8 @@ class Ranking(NamedTuple):
     """Influence of each image on the mean AUROC; the squares add up to its variance."""
     most_images: float
     """Largest effective number of images."""
+    images_at_limit: float
+    """Their effective number if the model makes no mistake."""
     positives: np.ndarray
     """Number of positives of each class that also has negatives."""
 
@@ -74,6 +76,7 @@ def ranking_of(scores: np.ndarray, truth: np.ndarray) -> Ranking | None:
         precision_influence=precision_influence / classes,
         area_influence=area_influence / len(usable_classes),
         most_images=float(effective_images.sum()),
+        images_at_limit=images_of_mean(effective_images),
         positives=usable_positives,
     )
 
@@ -99,6 +102,7 @@ def ranking_intervals(
         unbiased=ranking.unbiased,
         variance=float((ranking.precision_influence**2).sum()),
         most_images=ranking.most_images,
+        images_at_limit=ranking.images_at_limit,
         class_images=ranking.positives,
         inflation=variance_inflation(ranking.precision_influence, groups),
     )
@@ -106,6 +110,7 @@ def ranking_intervals(
         fraction=ranking.area,
         variance=float((ranking.area_influence**2).sum()),
         most_images=ranking.most_images,
+        images_at_limit=ranking.images_at_limit,
         inflation=variance_inflation(ranking.area_influence, groups),
     )
     return precision_interval, area_interval

@@ -54,6 +54,8 @@ def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
     if saved.get("TRAIN.BASE_LR", AUTO) != AUTO:
         settled = {"BASE_LR": saved["TRAIN.BASE_LR"], "LAYER_DECAY": saved.get("TRAIN.LAYER_DECAY")}
         asked = {name: value for name, value in settled.items() if getattr(train, name) == AUTO}
+        if "BASE_LR" in asked:
+            asked["LINEAR_SCALED_LR"] = saved.get("TRAIN.LINEAR_SCALED_LR")
         return replace(run, config=run.config.changed(TRAIN=asked))
     if train.BASE_LR != AUTO:
         log.info("TRAIN.LAYER_DECAY auto: none, since TRAIN.BASE_LR is given.")
@@ -66,7 +68,10 @@ def settle_rate(run: Run, checkpoint: Checkpoint | None) -> Run:
     log.info("TRAIN.BASE_LR auto: %g, %s.", rate, why)
     if train.LAYER_DECAY == AUTO and decay is not None:
         log.info("TRAIN.LAYER_DECAY auto: %g, each layer's rate as a fraction of the next one's.", decay)
-    return replace(run, config=run.config.changed(TRAIN={"BASE_LR": rate, "LAYER_DECAY": decay}))
+    if train.scale_reference is not None:
+        log.info("TRAIN.LINEAR_SCALED_LR null: a measured rate does not depend on the batch.")
+    settled = {"BASE_LR": rate, "LAYER_DECAY": decay, "LINEAR_SCALED_LR": None}
+    return replace(run, config=run.config.changed(TRAIN=settled))
 
 
 def _measure(run: Run) -> tuple[float, float | None, str]:

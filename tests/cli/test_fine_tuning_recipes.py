@@ -293,10 +293,12 @@ def test_the_rate_of_finetune_is_measured(vitamp: Vitamp, place: Path, tmp_path:
     assert 1e-4 < plain < 1e-2
     assert rate("given", "-pretrained", place / "weights", "-lr", plain, "TRAIN.LAYER_DECAY=0.75") == plain
     assert metrics(tmp_path / "given", "train") == metrics(tmp_path / "plain", "train")
+    assert rate("scaled", "-pretrained", place / "weights", "TRAIN.LINEAR_SCALED_LR=4096") == plain
+    assert metrics(tmp_path / "scaled", "train") == metrics(tmp_path / "plain", "train")
     assert rate("small", "-pretrained", small_weights) < plain / 3
     assert rate("layers", "-pretrained", place / "weights", "TRAIN.LAYER_DECAY=null") < plain
     rate("without", "-pretrained", place / "weights", "-lr", plain)
-    decays = {"plain": 0.75, "given": 0.75, "small": 0.75, "layers": None, "without": None}
+    decays = {"plain": 0.75, "given": 0.75, "scaled": 0.75, "small": 0.75, "layers": None, "without": None}
     assert decay_of_run == decays, "layers have rates of their own only if the rate is measured"
     assert rate("head", "-pretrained", place / "weights", "MODEL.FREEZE=backbone") == 1e-4
     sgd = vitamp(*words, tmp_path / "sgd", "-pretrained", place / "weights", "TRAIN.OPTIMIZER.NAME=SGD", code=2)

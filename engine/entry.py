@@ -57,7 +57,12 @@ def main(script: str, many: bool) -> NoReturn:
 
 def _exit_code(script: str, argv: list[str], many: bool) -> int:
     """Run the program, report any exception as text, and return the exit code."""
-    world = world_from_launcher() or ALONE
+    try:
+        world = world_from_launcher() or ALONE
+    except UserError as error:
+        start_log(to_terminal=True, survives_closed_pipe=True)
+        _report(str(error), must_print=True)
+        return EXIT_USAGE
     start_log(world.first, survives_closed_pipe=True)
     try:
         return flush_after(lambda: _dispatch(script, argv, many))

@@ -182,6 +182,9 @@ def test_port_in_use_is_reported(ranks: Ranks) -> None:
     [
         (["-host", "localhost"], {}, "missing: -port -rank -world_size"),
         ([], {"PMI_RANK": "1", "PMI_SIZE": "4"}, "one of 4 processes"),
+        ([], {"RANK": "", "WORLD_SIZE": "2"}, "RANK is '' in the environment: expected a whole number."),
+        ([], {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK 2 is not below"),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2 (RANK, WORLD_SIZE): MASTER_ADDR must be the host"),
     ],
 )
@@ -189,6 +192,16 @@ def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env:
     words = ("-cfg", tiny, "-output", tiny.parent / "run", *flags)
     done = run_program(*words, script="main_multi_gpu.py", env=env, streams=tiny.parent, code=2)
     assert said in done.err
+    assert len(done.err.splitlines()) < 5, done.err
+
+
+def test_a_tool_names_a_wrong_rank_in_one_line(tiny: Path) -> None:
+    env = {"RANK": "", "WORLD_SIZE": "2"}
+    done = run_program("x", "y.png", script="scripts/predict.py", env=env, streams=tiny.parent)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: RANK is '' in the environment: expected a whole number. Without a launcher, unset it."
+    ]
 
 
 def test_failing_rank_is_named_in_the_others_terminals(ranks: Ranks) -> None:

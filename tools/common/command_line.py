@@ -139,7 +139,9 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return flush_after(lambda: work(argv))
     except (UserError, TrainingError) as error:
-        rank = (world_from_launcher() or ALONE).rank
+        rank = 0
+        with contextlib.suppress(UserError):  # the error may be about the launcher's variables
+            rank = (world_from_launcher() or ALONE).rank
         if rank and isinstance(error, AllRanksUserError | AllRanksError):
             # Rank 0 prints this error. A launcher ends all ranks once the first has exited, so give rank 0 time.
             time.sleep(SECONDS_FOR_RANK_0)

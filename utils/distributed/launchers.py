@@ -79,8 +79,8 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
         return World(
             rank=given["rank"],
             size=given["world_size"],
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_size=_number(env, "LOCAL_WORLD_SIZE", 1),
             launcher=BY_HAND,
             rendezvous=(given["host"], given["port"]),
         )
@@ -133,21 +133,32 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         launcher_name = BY_HAND if is_by_hand else launcher
         # A size of 1 is one shell, pod or launcher per machine, which may start processes of its own. Only torchrun
         # starts a single rank on purpose.
-        is_single = int(env[size_name]) == 1
-        if is_single and launcher_name != TORCHRUN:
+        size = _number(env, size_name)
+        if size == 1 and launcher_name != TORCHRUN:
             continue
         if launcher == SLURM:
             return _world_of_slurm(env)
         job_number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+        rank = _number(env, rank_name)
+        if rank >= size:
+            raise UserError(f"{rank_name} {rank} is not below {size_name} {size}; ranks count from 0.")
         return World(
-            rank=int(env[rank_name]),
-            size=int(env[size_name]),
-            local_rank=int(env.get(local_rank_name, 0)),
-            local_size=int(env.get(local_size_name, 1)),
+            rank=rank,
+            size=size,
+            local_rank=_number(env, local_rank_name, 0),
+            local_size=_number(env, local_size_name, 1),
             launcher=launcher_name,
             job=f"{launcher_name} {job_number}" if launcher_name == OPENMPI and job_number else None,
         )
     return None
+
+
+def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
+    """Return the whole number in an environment variable; `default` if it is not set."""
+    text = env.get(name, f"{default}")
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r} in the environment: expected a whole number. Without a launcher, unset it.")
+    return int(text)
 
 
 def _world_of_slurm(env: Mapping[str, str]) -> World:
@@ -190,7 +201,7 @@ def _with_address_of_job(world: World, given: Mapping[str, Any], env: Mapping[st
     """
     # All ranks of a job compute the same port. That of another job on the same machine is probably different.
     job_port = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
-    port = given.get("port") or int(env.get("MASTER_PORT", "0")) or job_port
+    port = given.get("port") or _number(env, "MASTER_PORT") or job_port
     host = given.get("host") or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = LOOPBACK

@@ -197,7 +197,7 @@ def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env:
 
 def test_a_tool_names_a_wrong_rank_in_one_line(tiny: Path) -> None:
     env = {"RANK": "", "WORLD_SIZE": "2"}
-    done = run_program("x", "y.png", script="scripts/predict.py", env=env, streams=tiny.parent)
+    done = run_program("x", script="scripts/auto.py", env=env, streams=tiny.parent)
     assert done.code == 2
     assert done.err.splitlines() == [
         "error: RANK is '' in the environment: expected a whole number. Without a launcher, unset it."

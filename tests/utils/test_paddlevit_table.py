@@ -180,6 +180,13 @@ def test_file_of_a_distilled_deit_builds_it(tmp_path: Path) -> None:
         assert load(tmp_path, plain).config.MODEL.NAME == "deit_tiny_patch16_224"
 
 
+def test_the_width_of_an_mlp_is_kept(tmp_path: Path) -> None:
+    text = "MODEL: {TYPE: vit, NAME: own, TRANS: {HIDDEN_SIZE: 100, MLP_DIM: 113, NUM_LAYERS: 1, NUM_HEADS: 2}}"
+    config = load(tmp_path, text).config
+    model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, 3)
+    assert model.get_submodule("blocks.0.mlp.fc1").out_features == 113
+
+
 CAIT = "MODEL:\n  TYPE: cait\n  NAME: cait_xxs24_224\n  EMBED_DIM: 192\n  DEPTH: 24\n  INIT_VALUES: 1e-6\n"
 
 

@@ -157,7 +157,9 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     """Return the whole number in an environment variable; `default` if it is not set."""
     text = env.get(name, f"{default}")
     if not text.isdecimal():
-        raise UserError(f"{name} is {text!r} in the environment: expected a whole number. Without a launcher, unset it.")
+        raise UserError(
+            f"{name} is {text!r} in the environment: expected a whole number. Without a launcher, unset it."
+        )
     return int(text)
 
 

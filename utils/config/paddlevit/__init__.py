@@ -1,5 +1,6 @@
 """PaddleViT's files: keys that have one value here, and its model families besides ViT, DeiT and Swin."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -239,7 +240,10 @@ def _convert_old_entries(layer: Layer) -> None:
     width = as_integer(entries[WIDTH].value) if WIDTH in entries else None
     mlp_width = as_integer(entries["MODEL.MLP_DIM"].value) if "MODEL.MLP_DIM" in entries else None
     if isinstance(width, int) and isinstance(mlp_width, int) and width:
-        layer.set("MODEL.MLP_RATIO", mlp_width / width, entries.pop("MODEL.MLP_DIM").source)
+        ratio = mlp_width / width
+        if int(width * ratio) < mlp_width:  # as timm computes it: rounding may miss the number by one
+            ratio = math.nextafter(ratio, math.inf)
+        layer.set("MODEL.MLP_RATIO", ratio, entries.pop("MODEL.MLP_DIM").source)
     if GRAD_CLIP in entries and folded(entries[GRAD_CLIP].value) == "false":
         entries[GRAD_CLIP] = Entry(None, entries[GRAD_CLIP].source)
 

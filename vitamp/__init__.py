@@ -8,6 +8,7 @@ its own; nothing of it is imported here.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def train(cfg: str | Path, ngpus: int | None = None, **flags: Any) -> Run:
     from vitamp.processes import trained
 
     # With `load`, the run loads its best model when that is used.
-    return trained(str(cfg), {"ngpus": ngpus, **flags}, load)
+    return trained(os.path.expanduser(cfg), {"ngpus": ngpus, **flags}, load)
 
 
 def auto(data: str | Path, max_time: str, output: str | Path = "output/auto", **flags: Any) -> Run:
@@ -67,4 +68,7 @@ def auto(data: str | Path, max_time: str, output: str | Path = "output/auto", **
     """
     from vitamp.processes import found
 
-    return found(str(data), {"max_time": max_time, "output": str(output), **flags}, load)
+    # No shell has expanded ~ here.
+    folder = Path(data).expanduser()
+    asked = {"max_time": max_time, "output": str(Path(output).expanduser()), **flags}
+    return found(str(folder), asked, load)

@@ -560,10 +560,11 @@ def test_what_larger_images_bring_is_told_of_one_model() -> None:
 
 
 @pytest.mark.slow
-def test_python_code_gets_the_final_run(made: Path, tmp_path: Path) -> None:
+def test_python_code_gets_the_final_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", f"{tmp_path}")
     weights = f"{MODEL}={made / MODEL}.safetensors"
     small = {"device": "cpu", "image_size": 32, "TRAIN.MAX_UPDATES": 8, "DATA.NUM_WORKERS": 0}
-    run = vitamp.auto(made / "data", "0:04:00", tmp_path / "out", weights=weights, **small)
+    run = vitamp.auto(made / "data", "0:04:00", "~/out", weights=weights, **small)
     assert run.folder == Path(record(tmp_path / "out")["run"])
     one = next((made / "data" / "bee").iterdir())
     assert run.predict(one)[0].guesses[0].name in CLASSES

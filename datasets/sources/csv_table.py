@@ -204,7 +204,7 @@ class _Table:
     line_numbers: list[int]
     """Number of the line of each image in the file, for messages"""
     groups: list[str]
-    """Group of each image, from the column DATA.GROUP; empty without such a column"""
+    """Group of each image, from the column DATA.GROUP, else its path; empty without such a column"""
     separator: str
     """With DATA.MULTI_LABEL: the character between the labels of a line"""
     label_sets: list[tuple[str, ...]] = field(default_factory=list)
@@ -274,6 +274,12 @@ class _Table:
             labels = np.array(numbers, dtype=np.int64)
         files = FileSamples(self.root, self.paths, labels, names)
         files.groups = self.groups or None
+        without = sum(group == path for group, path in zip(self.groups, self.paths, strict=False))
+        if without:
+            warn_once(
+                f"{self.file}: {without:,} of {len(self.paths):,} images have no value in the column of DATA.GROUP; "
+                "each is a group of its own."
+            )
         return files
 
     def numbers_of_names(self, training: _Table, classes: list[str]) -> list[int]:
@@ -515,7 +521,7 @@ def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = 
         paths.append(OF_SEVERAL.join(check_path(fields[column], where) for column in path_columns))
         label_fields.append([one_line(fields[column]) for column in label_columns])
         line_numbers.append(line_number)
-        groups += [fields[column] for column in group_columns]
+        groups += [fields[column] or paths[-1] for column in group_columns]
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
 

@@ -107,6 +107,14 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tiny: Path, tmp_path: Pat
     table = ("-dataset", "csv", "-data_path", tmp_path / "all.csv")
     done = train(vitamp, tiny, *table, "DATA.GROUP=who", "DATA.FOLD=2/3", code=0)
     assert "32 training and 16 validation images" in done.out
+    assert "is a group of its own" not in done.text
+
+    # All but one patient lose their names: as one group, 40 of 48 images would be in one fold.
+    rows = [row if row.endswith(",0") else row[:-1] for row in rows]
+    (tmp_path / "all.csv").write_text("\n".join(["path,target,who", *rows]) + "\n", encoding="utf-8")
+    done = train(vitamp, tiny, *table, "DATA.GROUP=who", "DATA.FOLD=2/3", code=0)
+    assert "32 training and 16 validation images" in done.out
+    assert "40 of 48 images have no value in the column of DATA.GROUP; each is a group of its own." in done.text
 
 
 def test_words_name_parts_of_file_names_as_groups() -> None:

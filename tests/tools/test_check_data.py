@@ -475,6 +475,21 @@ def test_copies_are_not_told_from_images_that_look_alike_in_every_class(
     assert "Copies and near copies, in " in divided.out
 
 
+@pytest.mark.parametrize(("names", "refused"), [(("2019", "2020"), "2019"), (("1", "2", "10"), "1"), (("0", "1"), "")])
+def test_no_table_of_classes_that_it_would_take_for_numbers(
+    vitamp: Vitamp, tmp_path: Path, names: tuple[str, ...], refused: str
+) -> None:
+    for number in range(24):
+        save_image(tmp_path / "data" / names[number % len(names)] / f"{number}.jpg", seed=number)
+    table = tmp_path / "split.csv"
+    words = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", "-split", table)
+    done = vitamp(*words, script=SCRIPT)
+    assert table.exists() is not bool(refused)
+    if refused:
+        assert done.code == 2
+        assert f"class {refused}: in a table, this name would be the number of a class" in done.err
+
+
 def test_no_table_where_most_images_would_be_one_group(
     check: Check, weights: tuple[object, ...], tmp_path: Path
 ) -> None:

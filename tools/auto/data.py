@@ -99,7 +99,7 @@ def _write_given_splits(splits: list[Split], test: Samples, data: DataConfig, ta
                 continue
             group = samples.groups[index] if samples.groups else next(own_group)
             rows.append((samples.name(index), label_words(label, classes), group, part_of[split.title]))
-    write_table(table, data, rows)
+    write_table(table, data, rows, classes)
 
 
 def read_table(table: Path) -> list[dict[str, str]]:

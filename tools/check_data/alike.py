@@ -257,7 +257,7 @@ def _write_groups(images: Images, table: Path) -> None:
             images_in_group[group] += 1
             rows.append((images.name(number), images.label(number), group, TEST if is_test else TRAIN))
     with writing(table, "-alike"):
-        write_table(table, images.data, rows, COLUMNS if has_test else COLUMNS[:3])
+        write_table(table, images.data, rows, images.classes, COLUMNS if has_test else COLUMNS[:3])
 
     # Log what the table is for, and the flags that use it.
     size = counted(max(images_in_group.values()), "image")
@@ -278,9 +278,22 @@ def root_of(data: DataConfig) -> Path:
 
 
 def write_table(
-    table: Path, data: DataConfig, rows: Iterable[tuple[str, str, object, str]], columns: Sequence[str] = COLUMNS
+    table: Path,
+    data: DataConfig,
+    rows: Iterable[tuple[str, str, object, str]],
+    classes: Sequence[str],
+    columns: Sequence[str] = COLUMNS,
 ) -> None:
-    """Write a table of images. `rows`: path, class, group and split of each image, of which `columns` are written."""
+    """Write a table of images. `rows`: path, class, group and split of each image, of which `columns` are written.
+
+    Raises UserError if the table would mean other classes: it takes a number for a label, not for a name.
+    """
+    for label, name in enumerate(classes):
+        if name.isdecimal() and int(name) != label:
+            raise UserError(
+                f"class {name}: in a table, this name would be the number of a class, and {name} is class {label} by "
+                f"the order of names. Rename such folders first, for example to n{name}."
+            )
     root = root_of(data)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

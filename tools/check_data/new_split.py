@@ -57,7 +57,7 @@ def write_split(config: Config, splits: Sequence[Split], fractions: Sequence[flo
     for image, label, group, part in zip(readable.tolist(), labels, group_of, part_of_image, strict=True):
         rows.append((names[image], label_words(label, classes), group, part_names[part]))
     with writing(table, "-split"):
-        write_table(table, data, rows)
+        write_table(table, data, rows, classes)
 
     # Say what it has.
     sizes = np.bincount(part_of_image, minlength=len(TITLES))

@@ -156,6 +156,18 @@ def test_auroc_of_too_few_positives_is_not_compared(positives: tuple[int, ...]) 
     assert of_images(*positives, 0) is None, "a class without positives does not count"
 
 
+def test_metrics_of_different_images_are_not_compared(
+    tiny: Path, tmp_path: Path, in_process: Callable[..., Call]
+) -> None:
+    words = ("-cfg", tiny, "-dataset", "synthetic", "TRAIN.MAX_UPDATES=4", "REPORT_FREQ=2", "-seeds", "2")
+    for varied, is_compared in (("SYNTHETIC_VAL=64,96", False), ("SYNTHETIC_TRAIN=640,960", True)):
+        out = tmp_path / varied
+        said = in_process(main)(*words, "-vary", f"DATA.{varied}", "-output", out, code=0).out
+        assert ("accuracy not compared, because the validation images differ" in said) is not is_compared
+        (verdict,) = json.loads((out / "compare.json").read_text())["verdicts"]
+        assert (verdict["accuracy"] is not None) is is_compared
+
+
 @pytest.mark.usefixtures("bf16_cpu")
 def test_compare_speaks_of_images_like_these(tiny: Path, tmp_path: Path, in_process: Callable[..., Call]) -> None:
     out = tmp_path / "out"

@@ -390,10 +390,13 @@ class Compared(NamedTuple):
         their_seeds = [seed for seed, row in theirs.items() if judged.last_value(row) is not None]
         seeds = [seed for seed in our_seeds if seed in their_seeds]
         of_images = paired_images(self.images, name, against, seeds)
-        metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
+        metric = None
+        metric_words = f"{judged.words} not compared, because the validation images differ"
+        if not any(self._images_differ(name, against, seed) for seed in seeds):
+            metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
+            metric_words = _metric_words(metric, ours, theirs, judged)
 
         if metric or speed:
-            metric_words = _metric_words(metric, ours, theirs, judged)
             phrases = (_speed_words(speed), _memory_words(memory, ours), metric_words, why_not_compared)
             sentence = ", ".join(filter(None, phrases))
         else:
@@ -411,6 +414,17 @@ class Compared(NamedTuple):
             "text": f"{subject}: {sentence}",
             "details": _details(speed, metric, seed_or_fold_of(ours.values()), judged),
         }
+
+
+    def _images_differ(self, name: str, against: str, seed: int) -> bool:
+        """Whether two runs with this seed or fold were validated on images of other names, or on another number."""
+        our_row = self.runs[name][seed]
+        their_row = self.runs[against][seed]
+        ours = self.images.get((name, seed))
+        theirs = self.images.get((against, seed))
+        if ours is not None and theirs is not None:
+            return not np.array_equal(ours.names, theirs.names)
+        return our_row.get("validation_images") != their_row.get("validation_images")
 
 
 def _machine_of(row: Metrics) -> str:

@@ -31,7 +31,10 @@ from engine.task import task_of
 from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
+from utils.config.keys import IMAGE_SIZE, deciding, default_of, value_of
+from utils.config.kinds import one_line
 from utils.config.load import config_of_weights
+from utils.config.resumed import settings_of
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
 from utils.log import unheard
@@ -68,6 +71,17 @@ class Trained:
     def all(self) -> tuple[Trained, ...]:
         """All models of the ensemble, this one first."""
         return (self,) + self.others
+
+    @property
+    def computes_as_validated(self) -> bool:
+        """Whether this is the one model that its run has validated, with images prepared as then."""
+        if self.others or self.flip:
+            return False
+        in_run = settings_of(self.chosen)
+        for key in (IMAGE_SIZE, *deciding("input", "evaluation")):
+            if one_line(in_run.get(key, default_of(key))) != one_line(value_of(self.config, key)):
+                return False
+        return True
 
     def logits(self, images: Tensor) -> Tensor:
         """Return logits in fp32 of uint8 images (B x C x S x S), computed as in validation.

@@ -80,6 +80,9 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     others = vitamp(run, "-data_path", tmp_path / "others", script=evaluate, code=0).out
     assert "Unlike validation: validation had top-1 33.3 %, " in others
     assert "above that here, more than chance explains. The best of several validations flatters; those" in others
+    for changed in (("-tta", "flip"), ("DATA.CROP_PCT=0.5",)):
+        others = vitamp(run, "-data_path", tmp_path / "others", *changed, script=evaluate, code=0).out
+        assert "Unlike validation" not in others, "it was not validated so"
     shutil.copytree(run, tmp_path / "run")
     about = tmp_path / "run" / "checkpoints" / name / "meta.json"
     meta = json.loads(about.read_text())

@@ -279,6 +279,8 @@ class OneLabel(Evaluation):
         validation_images = chosen.meta.get("val_images") or self.images  # older checkpoints do not store the number
         if in_folds is not None or validated is None or validation_images < FEW_IMAGES:
             return found
+        if not trained.computes_as_validated:
+            return found
         # The interval of the top-1 of the run's validation minus the top-1 here.
         # Validation images are taken to be grouped like these.
         inflation = variance_inflation(labels == guesses, self.groups)

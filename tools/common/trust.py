@@ -61,8 +61,8 @@ def doubts_of(
             about_data = add_relatives(result, trained, dataset, found.rows.label.numpy())
 
     run = run_folder_of(trained.chosen.place)
-    if is_of_run:
-        result.validations = max(validations_of(config, model.chosen) for model in trained.all)
+    if is_of_run and trained.computes_as_validated:
+        result.validations = validations_of(config, trained.chosen)
     if run is not None and result.validations:
         result.last = History.of_run(run).last(result.metric).get(trained.chosen.which)
     source = Source(run, splits_of(config.DATA), fold=config.DATA.FOLD is not None, own_data=is_of_run)

@@ -56,7 +56,7 @@ def evaluated(vitamp: Vitamp, run: Path, *words: object) -> str:
 def test_the_named_command_keeps_how_images_are_prepared(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     def found(run: Path, *words: object) -> tuple[float, str]:
         done = vitamp(run, *words, "-json", tmp_path / "found.json", "-overwrite", script="scripts/evaluate.py", code=0)
-        nll = json.loads((tmp_path / "found.json").read_text())["figures"]["model"]["nll"]
+        (nll,) = [one["nll"] for one in json.loads((tmp_path / "found.json").read_text())["figures"].values()]
         return nll, done.out.splitlines()[-2]
 
     nll, said = found(run, "DATA.CROP_PCT=0.5", "DATA.BACKGROUND=black", "-batch_size", 7)
@@ -70,8 +70,18 @@ def test_the_named_command_keeps_how_images_are_prepared(vitamp: Vitamp, run: Pa
     assert own != nll
     assert "alone" not in said
 
+    # The command takes the weights that were evaluated.
+    averaged = tmp_path / "averaged"
+    vitamp(
+        "-cfg", run / "config.yaml", "-output", averaged, "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.5", code=0
+    )
+    for weights in ("model", "ema"):
+        nll, said = found(averaged, "-weights", weights, "DATA.CROP_PCT=0.5")
+        _, _, *words = shlex.split(said.split("`")[1])
+        vitamp(*words[:-1], tmp_path / weights, code=0)
+        assert found(tmp_path / weights)[0] == nll
 
-@pytest.mark.slow
+
 def test_a_recipe_does_not_change_how_images_are_evaluated(vitamp: Vitamp, place: Path, run: Path) -> None:
     recipe, out = place / "icons.yaml", place / "squeezed"
     assert run.exists(), "it has written the recipe"
@@ -88,6 +98,7 @@ def test_a_recipe_does_not_change_how_images_are_evaluated(vitamp: Vitamp, place
     assert "DATA.CROP: " not in said, "of training alone"
 
 
+@pytest.mark.slow
 def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
     vitamp: Vitamp, run: Path, place: Path, tmp_path: Path
 ) -> None:

@@ -415,7 +415,6 @@ class Compared(NamedTuple):
             "details": _details(speed, metric, seed_or_fold_of(ours.values()), judged),
         }
 
-
     def _images_differ(self, name: str, against: str, seed: int) -> bool:
         """Whether two runs with this seed or fold were validated on images of other names, or on another number."""
         our_row = self.runs[name][seed]

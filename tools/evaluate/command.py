@@ -356,7 +356,9 @@ def _settings_of_evaluation_alone(trained: Trained, given: CommandLine) -> str:
     run = run_folder_of(trained.chosen.place)
     if run is None:
         return f"{words}."
-    same_model = ["-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false"]
+    same_model = ["-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.file}", "MODEL.NEW_CLASSIFIER=false"]
+    if trained.config.own_files:
+        same_model += ["-use", ",".join(trained.config.own_files)]
     without_training = ["TRAIN.NUM_EPOCHS=0"]
     command = typed("main_single_gpu.py", same_model + without_training + settings + ["-output", "NEW"])
     return f"{words}, unless a run of these weights has these settings: `{command}` makes it."

@@ -40,8 +40,11 @@ def explained(model: nn.Module, transform: Any, image: Any, label: int | None) -
     pixels = normalise(resize(stored)).to(next(model.parameters()))
 
     with torch.no_grad():
+        scores = model(pixels[None])[0]
         if label is None:
-            label = int(model(pixels[None]).argmax())
+            label = int(scores.argmax())
+        if not 0 <= label < len(scores):
+            raise ValueError(f"label={label}: the model has {len(scores)} classes, from 0 on")
         mean = pixels.new_zeros(len(pixels), 1, 1)
         maps = maps_of(model, pixels, [label], mean, not origin.several_labels, batch=GRID)
     return resize.undone(maps, width=stored.shape[-1], height=stored.shape[-2])[0].numpy()

@@ -1,5 +1,6 @@
 """Validation without training (-eval)."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -80,6 +81,9 @@ def evaluate_only(as_given: Run, dry: bool) -> None:
     reporter = Reporter(config, 1, folder if world.first else None, Position())
     reporter.validation(position, metrics, seconds)
     reporter.close()
+    for which, found in metrics.items():
+        if not math.isfinite(found.value("loss")):
+            log.warning("The outputs with %s are NaN or infinite, so that no metric means anything.", which.words)
     context, metrics_text = _describe_metrics(config, ready, metrics)
     log_lines([context, *(doubt.words() for doubt in doubts(found_in_own_data(config, recorded)))])
     if checkpoint:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.program import Vitamp, metrics
 
@@ -39,3 +39,12 @@ def test_diverged_run_stops_before_it_validates(
     assert "the gradients became NaN or infinite at update" in done.err
     assert "Validation" not in done.out
     assert metrics(tmp_path / "run", "val") == []
+
+
+def test_an_evaluation_of_nan_says_so(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=1", code=0)
+    weights = load_file(next((tmp_path / "run" / "checkpoints").glob("step-*/model.safetensors")))
+    next(iter(weights.values())).fill_(torch.nan)
+    save_file(weights, tmp_path / "nan.safetensors")
+    words = ("-cfg", tiny, "-eval", "-pretrained", tmp_path / "nan.safetensors", "-output", tmp_path / "eval")
+    assert "are NaN or infinite, so that no metric means anything" in vitamp(*words, code=0).err

@@ -82,6 +82,9 @@ def test_load_explains_in_the_size_of_the_image(run: Path) -> None:
     assert in_corner(found) > 0.5
     assert np.array_equal(found, loaded.explain(pixels))
     assert np.array_equal(found, loaded.explain(Image.fromarray(pixels), label=1))
+    for label in (-1, 2):
+        with pytest.raises(ValueError, match=f"label={label}: the model has 2 classes"):
+            loaded.explain(pixels, label=label)
     larger = loaded.explain(Image.fromarray(pixels).resize((60, 100)))
     assert larger.shape == (100, 60)
     assert in_corner(larger) > 0.5

@@ -78,7 +78,8 @@ def test_weights_of_an_earlier_run_without_normalised_pixels_are_fine_tuned_but_
 )
 def test_other_ways_of_training(vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     script = "main_multi_gpu.py" if "-ngpus" in words else "main_single_gpu.py"
-    vitamp("-cfg", tiny, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script, code=0)
+    run = ("-cfg", tiny, "-output", tmp_path / "run", "-device", "cpu", *MASKED)
+    vitamp(*run, *words, script=script, timeout=600, code=0)  # a first compilation takes minutes
     losses = [line["loss"] for line in metrics(tmp_path / "run", "val")]
     assert losses[-1] < losses[0]
 

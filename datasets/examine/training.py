@@ -315,6 +315,10 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
         count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
         yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
 
+    emptied = [name for name, images in findings.classes.get("training", {}).items() if not images]
+    if emptied and (data.EXCLUDE or data.RELABEL):
+        yield f"Classes whose training images are all left out (DATA.EXCLUDE, DATA.RELABEL): {some_of(emptied)}."
+
     if any(shortcut.of_file for shortcut in findings.shortcuts):
         for line in _line_on_shortcuts(findings, command):
             yield f"{line}."

@@ -112,6 +112,11 @@ def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tm
         assert not re.search("-output|-batch_size|-dry_run|TRAIN", command), "only what concerns the data"
     assert first.text.count(f"`python {command}`") == 1
     again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={listed}")
+    assert "training images are all left out" not in again.text
+    all_cogs = tmp_path / "cogs.txt"
+    all_cogs.write_text("".join(f"train/cog/{index}.png\n" for index in range(COUNTS["cog"])))
+    emptied = lines(icons, tmp_path / "emptied", vitamp, f"DATA.EXCLUDE={all_cogs}")
+    assert "Classes whose training images are all left out (DATA.EXCLUDE, DATA.RELABEL): cog." in emptied.err
     assert "Copies of training images" not in again.err
     assert json.loads((tmp_path / "again/data.json").read_text())["images"] == {"training": 53, "validation": 13}
 

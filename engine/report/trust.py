@@ -172,8 +172,9 @@ def _by_relatives(data: Mapping[str, Any], result: Result | None, source: Source
         return doubt
     if source.own_data:
         doubt.advice += "; -split FILE divides the images, with these in one part"
-    doubt.points = 100 * number / total  # without them, the accuracy cannot be lower by more
-    if doubt.points > WIDE:
+    most = 100 * number / total  # without them, the accuracy cannot be lower by more
+    doubt.points = most
+    if most > WIDE:
         doubt.effect_in_words = TOO_HIGH
     doubt.images = [copy for copy, _original in copies.get("examples", [])]
     if result is not None and result.is_right is not None:

@@ -295,6 +295,21 @@ def _line_on_shortcuts(findings: Findings, command: str) -> Iterator[str]:
         yield f"{line}. `{command}` says more (docs/data.md)"
 
 
+def _warnings_of_classes(findings: Findings, data: DataConfig) -> Iterator[str]:
+    """Yield a warning of classes without validation images, and of those without any training image that is left."""
+    unvalidated = findings.unvalidated
+    # These data sets warn of classes without images when they open a validation split that comes with the data. But
+    # they make no warning of a split that the program makes, and none of classes that DATA.EXCLUDE empties later.
+    warns_itself = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
+    if unvalidated and (not warns_itself or data.EXCLUDE or comes_unsplit(data)):
+        count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
+        yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
+
+    emptied = [name for name, images in findings.classes.get("training", {}).items() if not images]
+    if emptied and (data.EXCLUDE or data.RELABEL):
+        yield f"Classes whose training images are all left out (DATA.EXCLUDE, DATA.RELABEL): {some_of(emptied)}."
+
+
 def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
     """Yield a warning for each finding that makes validation metrics wrong, with the remedy.
 
@@ -307,17 +322,7 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
     if findings.companions:
         yield f"{findings.companions}."
 
-    unvalidated = findings.unvalidated
-    # These data sets warn of classes without images when they open a validation split that comes with the data. But
-    # they make no warning of a split that the program makes, and none of classes that DATA.EXCLUDE empties later.
-    warns_itself = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
-    if unvalidated and (not warns_itself or data.EXCLUDE or comes_unsplit(data)):
-        count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
-        yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
-
-    emptied = [name for name, images in findings.classes.get("training", {}).items() if not images]
-    if emptied and (data.EXCLUDE or data.RELABEL):
-        yield f"Classes whose training images are all left out (DATA.EXCLUDE, DATA.RELABEL): {some_of(emptied)}."
+    yield from _warnings_of_classes(findings, data)
 
     if any(shortcut.of_file for shortcut in findings.shortcuts):
         for line in _line_on_shortcuts(findings, command):

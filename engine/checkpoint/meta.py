@@ -12,6 +12,7 @@ from models.build import timm_call
 from models.parts import frozen_weights
 from utils.config import config_hash
 from utils.config.keys import values_to_keep
+from utils.record.history import plain
 from utils.text import redacted_values
 from vitamp.checkpoints import LORA
 from vitamp.metrics import WeightSet
@@ -36,7 +37,7 @@ def progress_meta(position: Position, metrics: dict[WeightSet, Metrics], best: B
         "epoch": ended_epoch if ended_epoch > 0 else position.epoch,
         "epoch_finished": ended_epoch > 0,
         "update": position.update,
-        "metrics": values,
+        "metrics": plain(values),  # a user's metric may be NaN
         "best": best.record(),
     }
     thresholds = {which.name: list(measured.thresholds) for which, measured in metrics.items() if measured.thresholds}

@@ -153,6 +153,20 @@ BAD = [
 ]
 
 
+def test_a_metric_that_is_nan_is_null_in_every_file(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    own, run = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(f"{METRIC}def none(probabilities, labels): return float('nan')\n")
+    words = ("-use", own, "VALIDATE_METRICS=none", "TRAIN.MAX_UPDATES=2", "-output", run)
+    vitamp("-cfg", tiny, *words, code=0)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for file in [*run.rglob("*.json"), *run.rglob("*.jsonl")]:
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            json.loads(text, parse_constant=refuse)
+
+
 NEAR = f"""{METRIC}class near:
     def __init__(self, digits: int = 2):
         self.digits, self.right, self.images = digits, 0, 0

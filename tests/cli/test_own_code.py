@@ -155,8 +155,8 @@ BAD = [
 
 def test_a_metric_that_is_nan_is_null_in_every_file(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     own, run = tmp_path / "own.py", tmp_path / "run"
-    own.write_text(f"{METRIC}def none(probabilities, labels): return float('nan')\n")
-    words = ("-use", own, "VALIDATE_METRICS=none", "TRAIN.MAX_UPDATES=2", "-output", run)
+    own.write_text(f"{METRIC}def never(probabilities, labels): return float('nan')\n")
+    words = ("-use", own, "VALIDATE_METRICS=never", "TRAIN.MAX_UPDATES=2", "-output", run)
     vitamp("-cfg", tiny, *words, code=0)
 
     def refuse(constant: str) -> None:

@@ -274,6 +274,7 @@ def test_bad_command_lines_are_refused(
         ([source, done, "-short_side", 48, "DATA.BACKGROUND=drop"], "packed with DATA.BACKGROUND white, not drop"),
         ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
         ([imagenet, done, "-short_side", 48], "packed from other images"),
+        ([source, source / "packed"], "is inside"),
         ([tmp_path / "nowhere", tmp_path / "new"], "does not exist"),
         ([tmp_path / "high", tmp_path / "new"], "has one class, photos, so there is nothing to learn: try -data_path"),
         ([source, tmp_path / "new", "-raw", "-keep"], "-raw and -keep exclude each other"),

@@ -62,6 +62,10 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in command_line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     src, dst = places
+    packed = Path(dst).expanduser()
+    source = Path(src).expanduser().resolve()
+    if source.is_dir() and packed.resolve().is_relative_to(source):
+        raise UserError(f"{dst}: is inside {src}, where it would be read as a class; name a folder beside it.")
     src_key = "DATA.DATASET" if src.startswith("hf:") else "DATA.DATA_PATH"
     settings: dict[str, tuple[Any, str]] = {src_key: (src, Source("SRC", Kind.TOOL))}
     if command_line.asked.keep:
@@ -77,7 +81,7 @@ def main(argv: list[str]) -> int:
         if_interrupted.append("finished tar files stay, and the same command resumes")
         stored_settings = on_every_rank(world, lambda: _stored_settings(command_line, loaded))
         jobs = command_line.asked.num_workers
-        pack(loaded.config.DATA, Path(dst).expanduser(), stored_settings, jobs=jobs, world=world)
+        pack(loaded.config.DATA, packed, stored_settings, jobs=jobs, world=world)
     return EXIT_DONE
 
 

@@ -124,7 +124,7 @@ class Search:
             started = time.monotonic()
             needed = images * (1 / speed + overhead)
             if not hits:
-                self._check_time(name, all_images / speed)
+                self._check_time(name, images / speed, self._seconds_of_evaluation(speed))
             elif needed > FOR_PROBES * self.record.limit - (started - began):
                 no_time.append(f"{name} (about {clock(needed)})")
                 continue
@@ -160,15 +160,26 @@ class Search:
             lines.append(f"  not tried: {'; '.join(not_tried)}")
         return lines
 
-    def _check_time(self, name: str, needed: float) -> None:
-        """Raise UserError if even the probe of the first candidate, of `needed` seconds, and a final run do not fit."""
+    def _seconds_of_evaluation(self, speed: float, overhead: float = 0.0) -> float:
+        """Return the seconds that the evaluation takes of a model that computes `speed` images per second.
+
+        It compares test images and edited copies with the others. `overhead`: more seconds for each test image.
+        """
+        return _count(self.table)["test"] * (PASSES_OF_TEST / speed + overhead) + LEAST_SECONDS / 2
+
+    def _check_time(self, name: str, probe: float, evaluation: float) -> None:
+        """Raise UserError if even the probe of the first candidate and a final one do not fit.
+
+        `probe`, `evaluation`: their seconds.
+        """
         record = self.record
-        # The next call begins anew, and what this one has used is counted there, too.
-        least = 2 * record.used + 4 * needed + LEAST_SECONDS
+        # What this call has used counts in the next one, in the same folder, or is used again in another.
+        least = record.used + max(probe / FOR_PROBES, 2 * probe + evaluation) + LEAST_SECONDS
         if record.limit < least:
             raise UserError(
-                f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used, and the features of the "
-                f"training images by {name} take about {clock(needed)} here. Give at least {clock(least)}."
+                f"-max_time {clock(record.limit)} is too short: {clock(record.used)} are used; here, a probe of {name} "
+                f"takes about {clock(probe)} and the evaluation {clock(evaluation)}. "
+                f"Give at least {clock(1.1 * least)}."
             )
 
     def try_out(self) -> list[str]:
@@ -293,9 +304,8 @@ class Search:
         images = _count(table)
         speed = content["candidates"][name]["images_per_second"]
         seconds_per_image = 1 / speed + content["overhead"]
-        # The evaluation compares test images and edited copies with the others. For a model that was fine-tuned, it
-        # computes features of all images.
-        evaluation = images["test"] * (PASSES_OF_TEST / speed + content["overhead"]) + LEAST_SECONDS / 2
+        evaluation = self._seconds_of_evaluation(speed, content["overhead"])
+        # For a model that was fine-tuned, the evaluation computes features of all images, too.
         all_features = images.total() * seconds_per_image
         folder = self.record.folder / "final"
         how = "with its probe as classifier"

@@ -126,7 +126,7 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
     ]
     if result is not None:
         found += [_by_chance(data, result, source), _by_choice(data, result, source), *result.problems]
-    known = [doubt for doubt in found if doubt is not None]
+    known = [doubt for doubt in found if doubt is not None and (result is None or not _is_small(doubt))]
     # What makes it too high is not worth more than all that is above guessing, below which only chance may lead.
     if result is not None and result.guess is not None:
         for doubt in known:
@@ -136,8 +136,6 @@ def doubts(data: Mapping[str, Any], result: Result | None = None, source: Source
         # Before anything is measured, the points only say how many images are concerned, as the sentences do.
         for doubt in known:
             doubt.effect_in_words = TOO_HIGH
-    else:
-        known = [doubt for doubt in known if not _is_small(doubt)]
     known.sort(key=lambda doubt: abs(doubt.points or 0.0), reverse=True)
     return known[:MOST]
 

@@ -1,10 +1,8 @@
 """Intervals (95 %) of proportions in percent, such as accuracy, and of other metrics with a known variance."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 Z = 1.959963984540054
 """Normal quantile of 97.5 %"""
@@ -37,14 +35,15 @@ def wilson(percent: float, images: float, z: float = Z) -> Interval:
     return Interval(min(low, percent), max(high, percent))
 
 
-def images_of_mean(class_images: np.ndarray) -> float:
+def images_of_mean(class_images: Iterable[float]) -> float:
     """Return the effective number of images of a mean over classes, if all classes are equally hard.
 
     The mean of C fractions p has the variance p * (1 - p) * sum(1 / n) / C**2, that of C**2 / sum(1 / n) images.
 
     class_images: number of images of each class
     """
-    return len(class_images) ** 2 / float((1 / class_images).sum())
+    inverse = [1 / images for images in class_images]
+    return len(inverse) ** 2 / sum(inverse)
 
 
 def wilson_of_variance(

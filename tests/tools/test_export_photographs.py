@@ -133,7 +133,7 @@ def test_card_has_metadata_results_settings_and_no_path(
         "`a cat`, `dog\\|wolf`, `élan`",
         "centre cropped to 32 x 32 (`crop_pct` 0.9)",
         "![Loss and accuracy by epoch](curves.png)",
-        "## How far to trust this\n\n- Up to ",
+        "## How far to trust this\n\n- Perhaps too high: at least ",
         " points too high: chance, on ",
         'timm.create_model("local-dir:photos", pretrained=True)',
     ):

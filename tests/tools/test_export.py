@@ -292,7 +292,7 @@ PREPARED = [
     for side in (32, (24, 48))
     for mode in ("center", "squash", "border")
     for size in ((70, 41), (41, 70))
-    for share in (0.9, 1.0)
+    for share in (0.9, 1.0, 1.2)
 ]
 
 

@@ -90,6 +90,7 @@ class ReadyToTrain(Ready):
     parts: TrainState
     position: Position
     best: Best
+    resumed: bool
     measured: dict[str, Any] = field(default_factory=dict)
     """Entries of meta.json that say what the resumed checkpoint's validation measured, if it has one of these images"""
     adapters: dict[str, Any] | None = None
@@ -235,7 +236,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
     built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
-    return ReadyToTrain(**built, parts=parts, position=position, best=best, warnings=warnings)
+    resumed = checkpoint is not None
+    return ReadyToTrain(**built, parts=parts, position=position, best=best, resumed=resumed, warnings=warnings)
 
 
 def _restore_or_begin(

@@ -119,7 +119,7 @@ class Trainer:
 
     def fit(self) -> int:
         """Train to the end of the plan, or until something ends the run early. Returns the exit code."""
-        self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
+        self.reporter.run("resume" if self.ready.resumed else "start", self.position, self.throughput.total)
         try:
             self._train()
         except Stopped as stopped:

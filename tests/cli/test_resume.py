@@ -177,6 +177,12 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, stopped:
     assert "step-000000044, the newest; -last_epoch 3 chooses a checkpoint with -resume" in vitamp(*auto, code=0).out
 
 
+def test_new_run_with_last_epoch_is_started_not_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-last_epoch", 1, "TRAIN.MAX_UPDATES=46", code=0)
+    assert [(line["what"], line["update"]) for line in metrics(tmp_path / "run", "run")] == [("start", 44), ("end", 46)]
+    assert "since the resume" not in done.out
+
+
 def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     vitamp: Vitamp, tiny: Path, imagenet: Path, tmp_path: Path
 ) -> None:

@@ -185,6 +185,9 @@ def test_port_in_use_is_reported(ranks: Ranks) -> None:
         ([], {"RANK": "", "WORLD_SIZE": "2"}, "RANK is '' in the environment: expected a whole number."),
         ([], {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
         ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK 2 is not below"),
+        ([], {"SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is 'x' in the environment"),
+        ([], {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID 2 is not below SLURM_STEP_NUM_TASKS 2"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "'a' and '99999'"),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2 (RANK, WORLD_SIZE): MASTER_ADDR must be the host"),
     ],
 )

@@ -113,7 +113,7 @@ def _with_master_address(world: World, env: Mapping[str, str]) -> World:
     """Add the address of rank 0 to `world` from MASTER_ADDR and MASTER_PORT, which torchrun and others set."""
     host = env.get("MASTER_ADDR")
     port = env.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(
             f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
             f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
@@ -136,12 +136,12 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         size = _number(env, size_name)
         if size == 1 and launcher_name != TORCHRUN:
             continue
-        if launcher == SLURM:
-            return _world_of_slurm(env)
-        job_number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         rank = _number(env, rank_name)
         if rank >= size:
             raise UserError(f"{rank_name} {rank} is not below {size_name} {size}; ranks count from 0.")
+        if launcher == SLURM:
+            return _world_of_slurm(rank, size, env)
+        job_number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         return World(
             rank=rank,
             size=size,
@@ -163,27 +163,26 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(text)
 
 
-def _world_of_slurm(env: Mapping[str, str]) -> World:
-    """Read this process's rank among the tasks of a SLURM step."""
-    size = env["SLURM_STEP_NUM_TASKS"]
+def _world_of_slurm(rank: int, size: int, env: Mapping[str, str]) -> World:
+    """Read this process's place among the tasks of a SLURM step."""
     # The variable compresses the number of tasks of each node: '4(x2),3' means 4, 4 and 3.
     tasks_per_node: list[int] = []
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", size)):
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE") or f"{size}"):
         tasks_per_node += [int(tasks)] * int(nodes or 1)
-    node = int(env.get("SLURM_NODEID", "0"))
+    node = _number(env, "SLURM_NODEID")
     # By default, srun binds each task to cores of its own, which are then fewer than the job's cores on this machine.
     # Without binding, all tasks of a machine may use all cores of the job, and none are reserved for this task.
     visible_cores = cores()
-    is_bound = visible_cores < int(env.get("SLURM_CPUS_ON_NODE", "0"))
+    is_bound = visible_cores < _number(env, "SLURM_CPUS_ON_NODE")
     bound_cores = visible_cores if is_bound else None
     return World(
-        rank=int(env["SLURM_PROCID"]),
-        size=int(size),
-        local_rank=int(env.get("SLURM_LOCALID", 0)),
+        rank=rank,
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID"),
         local_size=tasks_per_node[node] if node < len(tasks_per_node) else tasks_per_node[0],
         launcher=SLURM,
         job=f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}",
-        cores=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else bound_cores,
+        cores=_number(env, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in env else bound_cores,
     )
 
 

@@ -90,7 +90,8 @@ def test_probe_is_logistic_regression_whose_strength_folds_choose(
     ours = probed(say, tmp_path, run, "-pool", pool)["probes"][pool]
     (bank, labels), (images, truth) = standardised(in_process, run, pool, tmp_path)
     theirs = logistic(ours["strength"], bank, labels)
-    assert ours["acc1"] == pytest.approx(100 * theirs.score(images, truth), abs=0.1)
+    one_image = 100 / len(truth)  # two solutions that differ by rounding may differ in an image on the border
+    assert ours["acc1"] == pytest.approx(100 * theirs.score(images, truth), abs=1.01 * one_image)
     assert ours["nll"] == pytest.approx(log_loss(truth, theirs.predict_proba(images)), rel=1e-3)
 
     data = load_trained(run).config.DATA.changed(PART="train")

@@ -70,7 +70,7 @@ def evaluate_only(as_given: Run, dry: bool) -> None:
     if folder is None:
         if checkpoint:
             load_weights(ready.model, dict(open_tensors(checkpoint)), str(checkpoint.folder))
-        log.info("Dry run: %s. Nothing was validated or written.", weights_sentence)
+        log.info("Dry run: %s; nothing was validated or written.", weights_sentence)
         return
     write_run_files(run, ready, folder)
     began = time.perf_counter()

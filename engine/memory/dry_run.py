@@ -26,7 +26,7 @@ from engine.evaluation.evaluate import on_device, validate
 from engine.machine import stopping
 from engine.machine.device import Run, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
-from engine.measure.meters import Position, seconds_of, work_until
+from engine.measure.meters import NEVER, Position, seconds_of, work_until
 from engine.measure.throughput import Throughput, find_bottleneck
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
@@ -132,7 +132,15 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     if is_alone_on_cpu and not config.trains_on_features:
         torch.set_num_threads(run.threads)
         _try_faster_ways(run, ready, position, costs["time"].update)
-    log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
+    parts = ready.parts
+    reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
+    if reading.first_bad != NEVER or not math.isfinite(reading.epoch.loss):
+        log.warning(
+            "Dry run: the loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for "
+            "remedies."
+        )
+    else:
+        log.info("Dry run: updates, validation and data loading work; nothing was kept or written.")
 
 
 def _try_faster_ways(run: Run, ready: ReadyToTrain, position: Position, seconds: float) -> None:
@@ -430,18 +438,13 @@ def _train(
 def _report_updates(
     ready: ReadyToTrain, position: Position, reporter: Reporter, throughput: Throughput, waited: float
 ) -> None:
-    """Log the metrics of trial updates, their speed, NaN, and the bottleneck. A collective call.
+    """Log the metrics of trial updates, their speed, and the bottleneck. A collective call.
 
     `waited`: seconds that the host waited for data, since `throughput` began.
     """
     parts = ready.parts
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     reporter.train(position, reading, throughput.read(waited), parts.figures())
-    has_bad_gradient = reading.first_bad >= 0  # the number of the update, else NEVER
-    if not math.isfinite(reading.epoch.loss) or has_bad_gradient:
-        log.warning(
-            "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
-        )
     waited_percents = all_gather([throughput.tally.waited_percent], parts.world)
     bottleneck = find_bottleneck(throughput.tally, setting_of(ready), waited_percents)
     if bottleneck:

@@ -31,6 +31,13 @@ def test_dry_run_of_two_processes_leaves_no_files(vitamp: Vitamp, tiny: Path, tm
     assert "Where the time went: " in done.out
     assert done.err == "", "no library warns, in no rank and no loading process"
     assert list(place.iterdir()) == []
+    assert done.out.endswith("Dry run: updates, validation and data loading work; nothing was kept or written.\n")
+
+
+def test_dry_run_of_a_nan_ends_with_a_warning(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", "TRAIN.BASE_LR=1e30", "TRAIN.WARMUP_START_LR=1e30", code=0)
+    assert "Dry run: the loss or its gradient is NaN or infinite" in done.err
+    assert "updates, validation and data loading work" not in done.out
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -73,14 +80,14 @@ def test_dry_run_refuses_a_batch_that_would_not_fit(vitamp: Vitamp, tiny: Path) 
 def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
     vitamp: Vitamp, digits_run: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    ending = "Nothing was validated or written."
+    ending = "nothing was validated or written."
     for more, said in (
         (("-cfg", tiny), "no weights were loaded"),
         (("-cfg", tiny, "-pretrained", digits_run), "the weights match the model"),
         (("-resume", digits_run), "the weights match the model"),
     ):
         done = vitamp("-eval", "-dry_run", "-output", tmp_path / "run", *more, code=0)
-        assert f"Dry run: {said}. {ending}" in done.out
+        assert f"Dry run: {said}; {ending}" in done.out
 
 
 def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

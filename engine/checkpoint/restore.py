@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from datasets import comes_unsplit, source_of
-from datasets.registry import squeezes
+from datasets.registry import crop_of
 from datasets.sources.split import keys_of_split
 from engine.amp.precision import PRECISION, Precision
 from engine.checkpoint.find import ended_epochs
@@ -479,29 +479,37 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
         if config.TRAIN.OPTIMIZER.facts.by_matrix:  # Muon and its relatives
             compared.append(("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool))
     for key, meaning_of in compared:
-        change = _change_of_setting(key, checkpoint, config, meaning_of)
+        change = _change_of_setting(key, checkpoint.meta["settings"], config, meaning_of)
         if change is not None:
             raise UserError(f"{change} Set it back, leave out -cfg, or start a new run with -pretrained.")
     if config.EVAL:
-        run_data = config.DATA.changed(DATASET=checkpoint.meta["settings"].get(DATASET, config.DATA.DATASET))
         of_input = [key for key in FROM_WEIGHTS if key.startswith("DATA.")]
-        for key in dict.fromkeys((*of_input, *OF_EVALUATION)):
-            meaning_of = one_line
-            if key == "DATA.CROP":  # changes validation images if it is none, and those of some data sets never
-                meaning_of = lambda crop: squeezes(run_data.changed(CROP=crop))  # noqa: E731
-            change = _change_of_setting(key, checkpoint, config, meaning_of)
-            if change is not None:
-                log.info(change)
+        log_changes(checkpoint.meta["settings"], config, dict.fromkeys((*of_input, *OF_EVALUATION)))
+
+
+def log_changes(saved: Mapping[str, Any], config: Config, keys: Iterable[str]) -> None:
+    """Log which of these settings are not those of the run whose weights are evaluated.
+
+    `saved`: the run's settings, by dotted key
+    """
+    of_crop = {key: saved.get(f"DATA.{key}", default_of(f"DATA.{key}")) for key in ("CROP", "CROP_MODE", "CROP_PCT")}
+    run_data = config.DATA.changed(DATASET=saved.get(DATASET, config.DATA.DATASET), **of_crop)
+    for key in keys:
+        if key == "DATA.CROP" and crop_of(run_data) == crop_of(config.DATA):  # it may change training images alone
+            continue
+        change = _change_of_setting(key, saved, config, one_line)
+        if change is not None:
+            log.info(change)
 
 
 def _change_of_setting(
-    key: str, checkpoint: Checkpoint, config: Config, meaning_of: Callable[[Any], object]
+    key: str, saved: Mapping[str, Any], config: Config, meaning_of: Callable[[Any], object]
 ) -> str | None:
-    """Say how a setting has changed since the checkpoint; None if both values mean the same.
+    """Say how a setting has changed since the run that has `saved` it; None if both values mean the same.
 
     `meaning_of`: returns the same for values that mean the same.
     """
-    before = checkpoint.meta["settings"].get(key, default_of(key))
+    before = saved.get(key, default_of(key))
     now = value_of(config, key)
     if before == now or meaning_of(before) == meaning_of(now):
         return None

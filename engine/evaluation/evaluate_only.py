@@ -5,7 +5,14 @@ import time
 from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
-from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
+from engine.checkpoint.restore import (
+    check_classes,
+    check_task,
+    check_unchanged,
+    load_weights,
+    log_changes,
+    restore_fp32,
+)
 from engine.evaluation.data import evaluated_weights, found_in_own_data, warn_of_images
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
@@ -18,6 +25,7 @@ from engine.run_folder import largest_class, make_run_folder, write_run_files
 from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics
 from utils.config import Config
+from utils.config.keys import deciding
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, on_every_rank
 from utils.log import log, log_lines
@@ -53,6 +61,8 @@ def evaluate_only(as_given: Run, dry: bool) -> None:
     recorded = evaluated_weights(config)  # the weights with the record of their training
     if recorded is not None:
         on_every_rank(world, lambda: check_classes(recorded.place, recorded.classes, ready.val_set.classes, config))
+    if recorded is not None and checkpoint is None:  # other settings of the input were compared as they were taken over
+        log_changes(recorded.meta["settings"], config, deciding("evaluation"))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     if world.first:

@@ -96,6 +96,11 @@ def test_a_recipe_does_not_change_how_images_are_evaluated(vitamp: Vitamp, place
     assert "DATA.CROP: the run was trained with none, but it is random now." in said
     said = vitamp("-cfg", recipe, "-eval", "-resume", run, "DATA.CROP=pad", "-dry_run", code=0).text
     assert "DATA.CROP: " not in said, "of training alone"
+    said = vitamp("-cfg", recipe, "-eval", "-pretrained", out, "-dry_run", code=0).text
+    assert "DATA.BACKGROUND: the run was trained with black, but it is white now." in said
+    assert "DATA.CROP: " not in said, "the weights say that images are squeezed"
+    said = vitamp("-cfg", recipe, "-eval", "-pretrained", run, "DATA.CROP=none", "-dry_run", code=0).text
+    assert "DATA.CROP: the run was trained with random, but it is none now." in said
 
 
 @pytest.mark.slow

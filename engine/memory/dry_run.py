@@ -340,8 +340,8 @@ def settle_epochs(run: Run) -> Run:
         # With more time, the trial takes longer, too: hence 1.2. Rounded up to 10 seconds.
         enough = 10 * math.ceil((max_time + 1.2 * missing / (1 - trial.spare)) / 10)
         raise UserError(
-            f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {for_one:.3g} s, "
-            f"and start, end and a reserve take {max_time - left:.3g} s. "
+            f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about "
+            f"{clock(math.ceil(for_one))}, and start, end and a reserve take {clock(math.ceil(max_time - left))}. "
             f"-max_time {clock(enough)} would do for one epoch. Faster: a smaller model or DATA.IMAGE_SIZE, or "
             "MODEL.FREEZE=backbone, which trains the classifier alone."
         )

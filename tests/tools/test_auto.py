@@ -364,7 +364,8 @@ def test_without_time_for_a_final_training_the_probe_is_the_answer(
         assert f"({images['final']}; 3 validate" in said.out
     else:
         assert f"({images['split']} of {images['final']}, as many as time allows; 3 validate" in said.out
-    assert "with its probe as classifier, since fine-tuning failed (it takes 9 s)" in said.out
+    assert "with its probe as classifier, on " in said.out
+    assert "\n  fine-tuning failed: it takes 9 s\n" in said.out
     assert "training was cut" not in said.out
     assert record(tmp_path / "out")["run"].endswith("final-probe")
     assert "of 13 test images, which decided nothing" in said.out

@@ -310,6 +310,7 @@ class Search:
         folder = self.record.folder / "final"
         how = "with its probe as classifier"
         reports = list[dict[str, Any]]()
+        failed = list[str]()
         if content["fine_tuned"]:
             validate = {} if is_validated else {"VALIDATE_FREQ": NEVER, "VALIDATE_EVERY_UPDATES": None}
             seconds = self.record.left - evaluation - all_features
@@ -317,12 +318,12 @@ class Search:
             reports = [] if failure else History.of_run(folder).of("train")
             if not reports:
                 reason = failure or "the time was over before its first update"
-                how += f", since fine-tuning failed ({reason})"
+                failed = [f"  fine-tuning failed: {reason}"]
         if not reports:
             is_validated = False
             folder = folder.with_name("final-probe")
             table = self._fit_final_probe(name, folder, int((self.record.left - evaluation) / seconds_per_image))
-        return self._conclude(folder, table, how, reports, is_validated)
+        return [self._conclude(folder, table, how, reports, is_validated), *failed]
 
     def _fit_final_probe(self, name: str, folder: Path, images: int) -> Path:
         """Fit the final probe to so many of the training and validation images, and return their table."""
@@ -337,9 +338,7 @@ class Search:
             raise TrainingError(f"The final run failed: {failure}")
         return table
 
-    def _conclude(
-        self, folder: Path, table: Path, how: str, reports: list[dict[str, Any]], is_validated: bool
-    ) -> list[str]:
+    def _conclude(self, folder: Path, table: Path, how: str, reports: list[dict[str, Any]], is_validated: bool) -> str:
         """Put the final run into the record, and return the line about it.
 
         `table`: of its images. `how`: what its classifier is, unless it was fine-tuned. `reports`: lines of its
@@ -362,7 +361,7 @@ class Search:
             on = f"training and validation images ({images['train']:,}{of_all}; {kept})"
         epochs = reports[-1]["epoch"] if reports else 0
         self.record.save(run=f"{folder}", how=how, rate_at_end=rate_at_end, epochs=epochs)
-        return [f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"]
+        return f"Final: {self.record.content['winner']}, {how}, on {on}: {folder}"
 
     def _train(
         self,
